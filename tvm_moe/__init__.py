@@ -12,12 +12,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "route": "route",
+    "route": "routing",
     "pack_experts": "api",
     "fused_moe": "api",
     "set_num_threads": "threads",
     "get_num_threads": "threads",
-    "explain": "explain",
+    "explain": "report",
     "PackedExperts": "experts",
     "MoEError": "errors",
     "CheckpointError": "errors",
@@ -25,13 +25,13 @@ _PUBLIC = {
     "ModuleError": "errors",
     "SlowPathWarning": "errors",
 }
-__all__ = ["__version__", "reference", *_PUBLIC]  # noqa: PLE0604
+__all__ = ["__version__", "reference", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
-        globals()[name] = value  # also wins over a submodule of the same name
+        globals()[name] = value
         return value
     if name in {"reference", "checkpoint", "ops", "integrations"}:
         return importlib.import_module(f".{name}", __name__)
