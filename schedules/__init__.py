@@ -1,0 +1,18 @@
+"""Schedules: how the TE computes of `tvm_moe.compiler.compute` become loops, one class per ISA style.
+
+``style(name)`` finds the class that a row of the micro-kernel table names.
+"""
+
+from __future__ import annotations
+
+from .outer_product import OuterProduct
+from .skeleton import TileSchedule
+
+STYLES: dict[str, type[TileSchedule]] = {c.__name__: c for c in (OuterProduct,)}
+
+
+def style(name: str) -> type[TileSchedule]:
+    return STYLES[name]
+
+
+__all__ = ["STYLES", "TileSchedule", "style"]

@@ -1,0 +1,56 @@
+"""Export: one runtime module per (micro-kernel row, architecture), linked with the OpenMP launcher."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import tvm
+
+from ..errors import ModuleError
+from ..kernels import MicroKernel
+from . import launcher
+from .module import build_ir
+from .pipeline import PIPELINE
+
+LINKERS = {"x86_64": ("x86_64-linux-gnu-gcc", "cc", "gcc", "clang"), "aarch64": ("aarch64-linux-gnu-gcc",)}
+
+
+def target(kernel: MicroKernel, arch: str) -> tvm.target.Target:
+    """The code generation target: the row's mcpu, or the architecture's baseline; never the build host's features."""
+    options = {"kind": "llvm", "mtriple": f"{arch}-linux-gnu"}
+    if kernel.mcpu(arch):
+        options["mcpu"] = kernel.mcpu(arch)
+    return tvm.target.Target(options)
+
+
+def compile_kernel(kernel: MicroKernel, arch: str) -> tvm.runtime.Executable:
+    """All functions of the row, compiled in memory."""
+    return tvm.compile(build_ir(kernel, arch), tir_pipeline=PIPELINE, target=target(kernel, arch))
+
+
+def linker(arch: str) -> str:
+    """A C compiler driver that links shared libraries for ``arch``."""
+    candidates = list(LINKERS[arch])
+    if arch != os.uname().machine:
+        candidates = candidates[:1]
+    for name in candidates:
+        if found := shutil.which(name):
+            return found
+    raise ModuleError(f"linking a {arch} module needs one of {candidates}; install gcc (Debian: apt-get install g++)")
+
+
+def export(kernel: MicroKernel, arch: str, path: Path) -> Path:
+    """Build the module of a row into ``path``: written beside it first, then renamed, so that no one sees half a file."""
+    executable = compile_kernel(kernel, arch)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as work:
+        source, objects = Path(work, "launcher.ll"), Path(work, "launcher.o")
+        source.write_text(launcher.llvm_ir(arch))
+        tvm.runtime.load_module(str(source)).write_to_file(str(objects))
+        made = Path(work, "module.so")
+        executable.export_library(str(made), addons=[str(objects)], cc=linker(arch))
+        made.chmod(0o644)
+        made.replace(path)
+    return path

@@ -1,0 +1,202 @@
+"""What a tile computes, in TE: one definition for every ISA. Sizes that depend on the model are symbolic and 64-bit.
+
+A GEMM tile multiplies R gathered activation rows with one packed panel (NR columns) over a chunk of K and continues a
+running sum: ``out[r, n] = start[r * stride + n] + sum_k x[rows[r], k] * w[k // group, n, k % group]``. The first chunk of
+K starts from the panel's packed start values (stride 0), the next ones from the sums so far (stride NR): each output is
+one chain over ascending K, whatever the number of rows or chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tvm_ffi
+from tvm import te, tirx
+from tvm.s_tir import SBlock
+
+from ..activations import Activation
+from ..kernels import MicroKernel
+from .mathfn import activate, at_least, f32, let, round_bits
+
+LANES = 16  # vector width of epilogue code; LLVM splits it where registers are narrower
+
+
+def i64(name: str) -> tirx.Var:
+    return te.var(name, "int64")
+
+
+def bf16_to_f32(bits: tirx.PrimExpr) -> tirx.PrimExpr:
+    """bf16 travels as uint16 (TVM has no LLVM bfloat type); widening is a shift."""
+    return tirx.reinterpret("float32", bits.astype("uint32") << tirx.const(16, "uint32"))
+
+
+def f32_to_bf16(value: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Round half to even as hardware does; NaN stays NaN (its low bits could otherwise carry into Inf)."""
+    sixteen = tirx.const(16, "uint32")
+
+    def rounded(bits: tirx.Var) -> tirx.PrimExpr:
+        nearest = (bits + ((bits >> sixteen) & tirx.const(1, "uint32")) + tirx.const(0x7FFF, "uint32")) >> sixteen
+        quiet = (bits >> sixteen) | tirx.const(0x40, "uint32")
+        magnitude = bits & tirx.const(0x7FFFFFFF, "uint32")
+        return tirx.Select(magnitude > tirx.const(0x7F800000, "uint32"), quiet, nearest).astype("uint16")
+
+    return let(tirx.reinterpret("uint32", value), rounded)
+
+
+def operand(kernel: MicroKernel, value: tirx.PrimExpr) -> tirx.PrimExpr:
+    """A stored operand as the accumulator's type."""
+    return bf16_to_f32(value) if kernel.dtype == "bf16" else value.astype("int32")
+
+
+def gemm_tile(kernel: MicroKernel, rows_in_tile: int) -> tirx.PrimFunc:
+    """(x [tokens, ld], w [k_groups, NR, group], rows [R], start, out [R, NR]) -> out, in the accumulator's type."""
+    NR, group = kernel.NR, kernel.group
+    k_groups, stride = i64("k_groups"), i64("stride")
+    x = te.placeholder((i64("tokens"), i64("ld")), kernel.activation, name="x")
+    w = te.placeholder((k_groups, NR, group), kernel.weight, name="w")
+    rows = te.placeholder((rows_in_tile,), "int32", name="rows")
+    start = te.placeholder((rows_in_tile * stride + NR,), kernel.accumulator, name="start")
+    k = te.reduce_axis((0, k_groups * group), "k")
+
+    def product(r: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
+        a = operand(kernel, x[rows[r].astype("int64"), k])
+        return te.sum(a * operand(kernel, w[k // group, n, k % group]), axis=k)
+
+    acc = te.compute((rows_in_tile, NR), product, name="acc")
+    out = te.compute((rows_in_tile, NR), lambda r, n: acc[r, n], name="out")
+    func = te.create_prim_func([x, w, rows, start, out])
+    return continue_sum(func, func.params[3], stride)
+
+
+def continue_sum(func: tirx.PrimFunc, start: Any, stride: tirx.Var) -> tirx.PrimFunc:
+    """Let the reduction begin from ``start`` instead of zero (TE's own `init` is dropped by create_prim_func)."""
+
+    def seed(block: Any) -> Any:
+        if block.init is None:
+            return block
+        store = block.init
+        r, n = store.indices
+        first = tirx.BufferStore(store.buffer, tirx.BufferLoad(start, [r * stride + n]), store.indices)
+        return SBlock(
+            block.iter_vars, block.reads, block.writes, block.name_hint, block.body, first,
+            block.alloc_buffers, block.match_buffers, block.annotations,
+        )  # fmt: skip
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (SBlock, seed)))
+
+
+def epilogue_gate_up(kernel: MicroKernel, activation: Activation) -> tirx.PrimFunc:
+    """(acc [R, NR], alpha, limit, x_scale, rows, w_scale [NR], bias [NR], out [R, H]) with H = NR / 2 (NR without gate).
+
+    ``out = act(gate, up)`` of the dequantized, biased sums: f32 for INT8 (it is quantized per row later), bf16 for BF16.
+    """
+    columns = kernel.NR // 2 if activation.gated else kernel.NR
+    alpha, limit = te.var("alpha", "float32"), te.var("limit", "float32")
+    inputs, value = dequantized(kernel)
+
+    def act(r: tirx.Var, i: tirx.Var) -> tirx.PrimExpr:
+        g = value(r, i)
+        u = value(r, i + columns) if activation.gated else g
+        result = activate(activation.name, g, u, alpha, limit)
+        return f32_to_bf16(result) if kernel.dtype == "bf16" else result
+
+    out = te.compute((inputs[0].shape[0], columns), act, name="out")
+    return strided(te.create_prim_func([*inputs, alpha, limit, out]), "out")
+
+
+def epilogue_down(kernel: MicroKernel) -> tirx.PrimFunc:
+    """The dequantized, biased sums of the down projection in f32: (acc, x_scale, rows, w_scale, bias, out [R, NR])."""
+    inputs, value = dequantized(kernel)
+    out = te.compute((inputs[0].shape[0], kernel.NR), lambda r, n: value(r, n), name="out")
+    return te.create_prim_func([*inputs, out])
+
+
+def dequantized(kernel: MicroKernel) -> tuple[list[te.Tensor], Callable[..., tirx.PrimExpr]]:
+    """f32(acc) * (x_scale * w_scale) + bias as placeholders and a function of (r, n); BF16 ignores the scales."""
+    acc = te.placeholder((i64("rows"), kernel.NR), kernel.accumulator, name="acc")
+    bias = te.placeholder((kernel.NR,), "float32", name="bias")
+    x_scale = te.placeholder((i64("tokens"),), "float32", name="x_scale")
+    rows = te.placeholder((acc.shape[0],), "int32", name="row_ids")
+    w_scale = te.placeholder((kernel.NR,), "float32", name="w_scale")
+
+    def value(r: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
+        if kernel.dtype == "bf16":
+            return acc[r, n] + bias[n]
+        scale = x_scale[rows[r].astype("int64")] * w_scale[n]
+        return acc[r, n].astype("float32") * scale + bias[n]
+
+    return [acc, x_scale, rows, w_scale, bias], value
+
+
+def prepare_rows(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
+    """Rows of ``source`` type ("float32", or "uint16" holding bf16), times a factor per row, as the kernel's operand.
+
+    INT8: per token, scale = max(absmax, 1e-7) / 127, q = x / scale rounded half to even (|q| <= 127 by construction, so
+    nothing saturates), stored with the kernel's offset; a row with NaN or Inf gets scale NaN. The maximum is taken over
+    the bit patterns of |x|, which order like the values and put Inf and NaN on top. BF16: one rounding.
+    """
+    rows, columns = i64("rows"), i64("columns")
+    x = te.placeholder((rows, columns), source, name="x")
+    factor = te.placeholder((rows,), "float32", name="factor")
+
+    def value(r: tirx.Var, c: tirx.Var) -> tirx.PrimExpr:
+        return (bf16_to_f32(x[r, c]) if source == "uint16" else x[r, c]) * factor[r]
+
+    if kernel.dtype == "bf16":
+        out = te.compute((rows, columns), lambda r, c: f32_to_bf16(value(r, c)), name="out")
+        unused = te.placeholder((rows,), "float32", name="scale")
+        return strided(te.create_prim_func([x, factor, unused, out]), "x", "out")
+    k = te.reduce_axis((0, columns), "k")
+    magnitude = tirx.const(0x7FFFFFFF, "int32")
+    peak = te.compute(
+        (rows,), lambda r: te.max(tirx.reinterpret("int32", value(r, k)) & magnitude, axis=k), name="peak"
+    )
+
+    def row_scale(r: tirx.Var) -> tirx.PrimExpr:
+        absmax = tirx.reinterpret("float32", peak[r])
+        finite = peak[r] < tirx.const(0x7F800000, "int32")
+        return tirx.Select(finite, at_least(absmax, f32(1e-7)) / f32(127.0), f32(float("nan")))
+
+    scale = te.compute((rows,), row_scale, name="scale")
+    out = te.compute(
+        (rows, columns),
+        lambda r, c: (round_bits(value(r, c) / scale[r]) + kernel.offset).astype(kernel.activation),
+        name="out",
+    )
+    return strided(te.create_prim_func([x, factor, scale, out]), "x", "out")
+
+
+def combine(kernel: MicroKernel, target: str, columns: int | tirx.Var) -> tirx.PrimFunc:
+    """(y [rows, NR], position [T * k], weight [T, k], out [T, columns]): f32 sum over the slots of a token in slot order.
+
+    A slot with position -1 was skipped: the select drops whatever lies in row 0.
+    """
+    tokens, top_k = i64("tokens"), i64("top_k")
+    y = te.placeholder((i64("rows"), kernel.NR), "float32", name="y")
+    position = te.placeholder((tokens * top_k,), "int32", name="position")
+    weight = te.placeholder((tokens, top_k), "float32", name="weight")
+    j = te.reduce_axis((0, top_k), "j")
+
+    def term(t: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
+        row = position[t * top_k + j]
+        value = weight[t, j] * y[te.max(row, 0).astype("int64"), n]
+        return te.sum(tirx.Select(row >= 0, value, f32(0.0)), axis=j)
+
+    total = te.compute((tokens, kernel.NR), term, name="total")
+    store = f32_to_bf16 if target == "uint16" else (lambda value: value)
+    out = te.compute((tokens, columns), lambda t, n: store(total[t, n]), name="out")
+    return strided(te.create_prim_func([y, position, weight, out]), "out")
+
+
+def strided(func: tirx.PrimFunc, *names: str) -> tirx.PrimFunc:
+    """Give the 2-D parameters called ``names`` a symbolic row stride ``<name>_stride``."""
+    params, body = list(func.params), func.body
+    for index, old in enumerate(params):
+        if old.name not in names:
+            continue
+        strides = [i64(f"{old.name}_stride"), tirx.IntImm("int64", 1)]
+        new = tirx.decl_buffer(old.shape, str(old.dtype), name=old.name, strides=strides)
+        body = tvm_ffi.structural_map(body, (tirx.Var, lambda v, old=old, new=new: new if v.same_as(old) else v))
+        params[index] = new
+    return tirx.PrimFunc(params, body, attrs=func.attrs)

@@ -1,0 +1,97 @@
+"""All functions of one micro-kernel row as one IRModule: tile kernels scheduled, driver around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tvm
+from tvm import tirx
+from tvm.ir import GlobalVar, StringImm
+from tvm.s_tir import Schedule
+
+from tvm_moe.schedules import elementwise, style
+
+from ..activations import ACTIVATIONS
+from ..kernels import MicroKernel
+from . import compute, driver, intrin, worker
+from .driver import N
+from .pipeline import subroutine
+
+SOURCES = {0: "uint16", 1: "float32"}  # x_code -> storage type of hidden_states and the output
+
+
+def scheduled(func: tirx.PrimFunc, schedule: Callable[[Schedule], None] | None) -> tirx.PrimFunc:
+    """``func`` after ``schedule`` (None: as TE wrote it), as a private function over pointers."""
+    s = Schedule(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}))
+    if schedule is not None:
+        schedule(s)
+    return subroutine(s.mod["main"])
+
+
+def tile_function(kernel: MicroKernel, arch: str, rows: int) -> tirx.PrimFunc:
+    func = scheduled(compute.gemm_tile(kernel, rows), style(kernel.style)(kernel, arch).apply)
+    text = intrin.family(kernel.intrinsic).llvm_ir(kernel.mcpu(arch)) if kernel.intrinsic else ""
+    if not text:
+        return func
+    return func.with_body(tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", StringImm(text), func.body))
+
+
+def switch(cases: dict[int, GlobalVar], like: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A private function that calls the case its first argument names, with the other arguments."""
+    selector = tirx.Var("selector", "int64")
+    params = [tirx.Var(p.name, p.ty) for p in like.params]
+    body: tirx.Stmt = tirx.Evaluate(0)
+    for code, target in cases.items():
+        body = tirx.IfThenElse(selector == code, tirx.Evaluate(target(*params)), body)
+    return tirx.PrimFunc([selector, *params], body).with_attr("s_tir", True)
+
+
+def family(name: GlobalVar, variants: dict[int, tirx.PrimFunc]) -> dict[GlobalVar, tirx.PrimFunc]:
+    """The variants under names of their own, and ``name`` as the switch over them."""
+    functions = {code: GlobalVar(f"{name.name_hint}_{code}") for code in variants}
+    chooser = switch(functions, next(iter(variants.values())))
+    return {name: chooser, **{functions[code]: func for code, func in variants.items()}}
+
+
+def build_ir(kernel: MicroKernel, arch: str) -> tvm.IRModule:
+    """The whole module of one row of the table for one architecture."""
+    tail = compute.i64("columns")
+    functions = {
+        **family(N.tile, {r: tile_function(kernel, arch, r) for r in kernel.rows}),
+        **family(
+            N.activate,
+            {
+                a.code: scheduled(compute.epilogue_gate_up(kernel, a), elementwise.epilogue)
+                for a in ACTIVATIONS.values()
+            },
+        ),
+        N.epilogue_down: scheduled(compute.epilogue_down(kernel), elementwise.epilogue),
+        **family(
+            N.prepare,
+            {
+                code: scheduled(
+                    compute.prepare_rows(kernel, source), elementwise.quantize if kernel.dtype == "int8" else None
+                )
+                for code, source in SOURCES.items()
+            },
+        ),
+        **family(
+            N.combine,
+            {c: scheduled(compute.combine(kernel, s, kernel.NR), elementwise.combine) for c, s in SOURCES.items()},
+        ),
+        **family(
+            N.combine_tail,
+            {c: scheduled(compute.combine(kernel, s, tail), elementwise.combine_tail) for c, s in SOURCES.items()},
+        ),
+        N.panel: driver.panel(kernel),
+        N.prepare_item: driver.prepare_item(kernel),
+        N.gate_up_item: driver.gate_up_item(kernel),
+        N.finish_block: driver.finish_block(kernel),
+        N.down_item: driver.down_item(kernel),
+        N.combine_item: driver.combine_item(kernel),
+        N.worker: worker.worker(),
+        worker.TILES["int32"]: worker.tiles("int32"),
+        worker.TILES["int64"]: worker.tiles("int64"),
+        GlobalVar("moe"): worker.entry(),
+    }
+    return tvm.IRModule(functions)

@@ -1,0 +1,74 @@
+"""From scheduled PrimFuncs to one IRModule: tile kernels become private functions over raw pointers, and the lowering
+pipeline keeps "local" buffers on the stack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import PointerType, PrimType
+from tvm.s_tir.pipeline import default_s_tir_pipeline
+from tvm.tirx import compilation_pipeline
+
+PIPELINE = "tvm_moe"
+
+
+def subroutine(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A private function of the buffers' pointers and scalars in order, then the symbolic sizes and strides in the order
+    in which they first appear. The driver's stubs repeat that signature; LLVM's verifier catches a mismatch.
+    """
+    params, declarations, sizes = [], [], []
+    for param in func.params:
+        if not hasattr(param, "shape"):
+            params.append(param)
+            continue
+        pointer = tirx.Var(f"{param.name}_ptr", PointerType(PrimType(str(param.dtype))))
+        params.append(pointer)
+        declarations.append(tirx.DeclBuffer(param, data=pointer))
+        for extent in [*param.shape, *param.strides]:
+            collect_vars(extent, sizes)
+    private = tirx.PrimFunc(params + sizes, tirx.SeqStmt([*declarations, func.body]))
+    for key, value in func.attrs.items():
+        if key != "global_symbol":
+            private = private.with_attr(key, value)
+    return private
+
+
+def collect_vars(expr: Any, found: list[tirx.Var]) -> None:
+    """Append the variables of ``expr`` that ``found`` does not hold yet."""
+
+    def visit(node: Any) -> None:
+        if not any(node.same_as(var) for var in found):
+            found.append(node)
+
+    tvm_ffi.structural_walk(expr, (tirx.Var, visit))
+
+
+def keep_on_stack(op: Any) -> Any:
+    """Without this TVM turns every local accumulator into a heap workspace call, and fails inside private functions."""
+    if op.buffer.scope() != "local":
+        return op
+    annotations = {**(op.annotations or {}), "disable_lower_builtin": tirx.IntImm("int32", 1)}
+    return tirx.AllocBuffer(op.buffer, annotations, op.span)
+
+
+def moe_pipeline() -> tuple[Any, Any, Any]:
+    base, host, device = default_s_tir_pipeline()
+
+    @tvm.transform.module_pass(opt_level=0)
+    def lower(mod: tvm.IRModule, _: Any) -> tvm.IRModule:
+        mod = base(mod)
+        functions = {}
+        for name, func in mod.functions.items():
+            if isinstance(func, tirx.PrimFunc):
+                func = func.with_body(tvm_ffi.structural_map(func.body, (tirx.AllocBuffer, keep_on_stack)))
+            functions[name] = func
+        return tvm.IRModule(functions, attrs=mod.attrs)
+
+    return lower, host, device
+
+
+compilation_pipeline.register_tir_pipeline(PIPELINE, moe_pipeline)

@@ -1,0 +1,189 @@
+"""What a thread does: take tickets until none are left (see `driver` for the rules), and the exported entry point."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import GlobalVar
+from tvm.script import tirx as T
+
+from ..plan import PREPARE_ROWS, SYNC_BLOCK_COUNT, SYNC_BLOCKS, SYNC_PREPARED, SYNC_TICKET
+from .driver import FIELDS, F, N
+
+TILES = {"int32": GlobalVar("tiles_int32"), "int64": GlobalVar("tiles_int64")}
+
+
+def tiles(ids_dtype: str) -> tirx.PrimFunc:
+    """Sort the slots by expert into blocks of rows, in linear time; ids outside [0, E) get position -1.
+
+    Also resets what the workers share: counters, the input factors (router weight or 1) and constant vectors.
+    """
+
+    @T.prim_func(private=True, s_tir=True)
+    def tiles(
+        ids: T.handle(ids_dtype), plan: T.handle("int64"), weights: T.handle("float32"), on_input: T.int64,
+        count: T.handle("int32"), rows: T.handle("int32"), position: T.handle("int32"), blocks: T.handle("int32"),
+        sync: T.handle("int64"), iota: T.handle("int32"), factor: T.handle("float32"), ones: T.handle("float32"),
+    ) -> None:  # fmt: skip
+        P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        slots: T.let = P[F.TOKENS] * P[F.TOP_K]
+        I = T.decl_buffer((slots,), ids_dtype, data=ids)
+        W = T.decl_buffer((slots,), "float32", data=weights)
+        C = T.decl_buffer((P[F.EXPERTS] + 1,), "int32", data=count)
+        R = T.decl_buffer((slots,), "int32", data=rows)
+        S = T.decl_buffer((slots,), "int32", data=position)
+        B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
+        Y = T.decl_buffer((SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX] + 2 * P[F.ITEMS2],), "int64", data=sync)
+        A = T.decl_buffer((P[F.ROW_BLOCK],), "int32", data=iota)
+        X = T.decl_buffer((P[F.TOKENS],), "float32", data=factor)
+        O = T.decl_buffer((T.max(P[F.ROW_BLOCK], P[F.TOKENS]),), "float32", data=ones)
+        made = T.alloc_buffer((1,), "int64", scope="local")
+        first = T.alloc_buffer((1,), "int64", scope="local")
+        for e in range(P[F.EXPERTS] + 1):
+            C[e] = 0
+        for s in range(slots):
+            e: T.let = T.Cast("int64", I[s])
+            if e >= T.int64(0) and e < P[F.EXPERTS]:
+                C[e + T.int64(1)] = C[e + T.int64(1)] + 1
+        made[0] = T.int64(0)
+        first[0] = T.int64(0)
+        for e in range(P[F.EXPERTS]):
+            n: T.let = T.Cast("int64", C[e + T.int64(1)])
+            parts: T.let = (n + P[F.ROW_BLOCK] - T.int64(1)) // P[F.ROW_BLOCK]
+            for i in range(parts):
+                r0: T.let = n * i // parts
+                r1: T.let = n * (i + T.int64(1)) // parts
+                B[made[0]] = T.Cast("int32", e)
+                B[P[F.BLOCKS_MAX] + made[0]] = T.Cast("int32", first[0] + r0)
+                B[2 * P[F.BLOCKS_MAX] + made[0]] = T.Cast("int32", r1 - r0)
+                made[0] = made[0] + T.int64(1)
+            C[e] = T.Cast("int32", first[0])
+            first[0] = first[0] + n
+        if made[0] == T.int64(0):  # every slot skipped: one empty block, so that the output is still written
+            B[0] = 0
+            B[P[F.BLOCKS_MAX]] = 0
+            B[2 * P[F.BLOCKS_MAX]] = 0
+            made[0] = T.int64(1)
+        for t in range(P[F.TOKENS]):
+            for j in range(P[F.TOP_K]):
+                s: T.let = t * P[F.TOP_K] + j
+                e: T.let = T.Cast("int64", I[s])
+                if e >= T.int64(0) and e < P[F.EXPERTS]:
+                    S[s] = C[e]
+                    R[T.Cast("int64", C[e])] = T.Cast("int32", t)
+                    C[e] = C[e] + 1
+                else:
+                    S[s] = -1
+            X[t] = T.if_then_else(on_input != T.int64(0), W[t * P[F.TOP_K]], T.float32(1))
+        for i in range(P[F.ROW_BLOCK]):
+            A[i] = T.Cast("int32", i)
+        for i in range(T.max(P[F.ROW_BLOCK], P[F.TOKENS])):
+            O[i] = T.float32(1)
+        for i in range(SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX] + 2 * P[F.ITEMS2]):
+            Y[i] = T.int64(0)
+        Y[SYNC_BLOCK_COUNT] = made[0]
+
+    return tiles
+
+
+def worker() -> tirx.PrimFunc:
+    prepare_item, gate_up_item, down_item = N.prepare_item, N.gate_up_item, N.down_item
+    finish_block, combine_item = N.finish_block, N.combine_item
+
+    @T.prim_func(private=True, s_tir=True)
+    def worker(
+        th: T.int64, x: T.handle, x_code: T.int64, out: T.handle, weights: T.handle,
+        w13: T.handle, start13: T.handle, scale13: T.handle, bias13: T.handle,
+        w2: T.handle, start2: T.handle, scale2: T.handle, bias2: T.handle,
+        activation: T.int64, alpha: T.float32, limit: T.float32,
+        scratch: T.handle, plan: T.handle("int64"), sync: T.handle("int64"), blocks: T.handle("int32"),
+    ) -> None:  # fmt: skip
+        P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        Y = T.decl_buffer((SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX] + 2 * P[F.ITEMS2],), "int64", data=sync)
+        n_blocks: T.let = Y[SYNC_BLOCK_COUNT]
+        prepares: T.let = (P[F.TOKENS] + T.int64(PREPARE_ROWS - 1)) // T.int64(PREPARE_ROWS)
+        down_from: T.let = prepares + n_blocks * P[F.ITEMS13]
+        end: T.let = down_from + n_blocks * P[F.ITEMS2]
+        # Per block: finished gate/up items, then "intermediate ready"; per panel group: finished blocks, then "combined".
+        ready: T.let = SYNC_BLOCKS + P[F.BLOCKS_MAX]
+        group_count: T.let = SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX]
+        combined: T.let = group_count + P[F.ITEMS2]
+        ticket = T.alloc_buffer((1,), "int64", scope="local")
+        done = T.alloc_buffer((1,), "int64", scope="local")
+        ticket[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_TICKET]), T.int64(1)) - T.int64(1)
+        while ticket[0] < end:
+            if ticket[0] < prepares:
+                prepare_item(ticket[0], x, x_code, plan, scratch, T.handle_add_byte_offset(scratch, P[F.AT_X]))
+                T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_PREPARED]), T.int64(1)))
+            elif ticket[0] < down_from:
+                b: T.let = (ticket[0] - prepares) // P[F.ITEMS13]
+                g: T.let = (ticket[0] - prepares) % P[F.ITEMS13]
+                T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[SYNC_PREPARED]), prepares))
+                if b >= P[F.RING_H]:
+                    T.evaluate(
+                        T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b - P[F.RING_H]]), T.int64(1))
+                    )
+                gate_up_item(
+                    th, b, g, plan, scratch, blocks, w13, start13, scale13, bias13, activation, alpha, limit
+                )
+                done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_BLOCKS + b]), T.int64(1))
+                if done[0] == P[F.ITEMS13]:
+                    finish_block(b, plan, scratch, blocks)
+                    T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[ready + b]), T.int64(1)))
+            else:
+                g: T.let = (ticket[0] - down_from) // n_blocks
+                b: T.let = (ticket[0] - down_from) % n_blocks
+                T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b]), T.int64(1)))
+                if g >= P[F.RING_Y]:
+                    T.evaluate(
+                        T.call_extern("int32", "moe_wait", T.address_of(Y[combined + g - P[F.RING_Y]]), T.int64(1))
+                    )
+                down_item(th, g, b, plan, scratch, blocks, w2, start2, scale2, bias2)
+                done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[group_count + g]), T.int64(1))
+                if done[0] == n_blocks:
+                    combine_item(g, plan, scratch, weights, out, x_code)
+                    T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[combined + g]), T.int64(1)))
+            ticket[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_TICKET]), T.int64(1)) - T.int64(1)
+
+    return worker
+
+
+def entry() -> tirx.PrimFunc:
+    """The exported function: one call a layer. x_code: 0 bf16, 1 f32; ids_wide: ids are int64."""
+    worker, tiles_int32, tiles_int64 = N.worker, TILES["int32"], TILES["int64"]
+
+    @T.prim_func(s_tir=True)
+    def moe(
+        x: T.handle, out: T.handle, weights: T.handle, ids: T.handle,
+        w13: T.handle, start13: T.handle, scale13: T.handle, bias13: T.handle,
+        w2: T.handle, start2: T.handle, scale2: T.handle, bias2: T.handle,
+        scratch: T.handle, plan: T.handle("int64"),
+        x_code: T.int64, ids_wide: T.int64, on_input: T.int64, activation: T.int64, alpha: T.float32, limit: T.float32,
+    ) -> None:  # fmt: skip
+        T.func_attr({"global_symbol": "moe", "tirx.noalias": True})
+        P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        blocks: T.let = T.handle_add_byte_offset(scratch, P[F.AT_BLOCKS])
+        sync: T.let = T.handle_add_byte_offset(scratch, P[F.AT_SYNC])
+        ones: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ONES])
+        count: T.let = T.handle_add_byte_offset(scratch, P[F.AT_COUNT])
+        rows: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ROWS])
+        position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION])
+        iota: T.let = T.handle_add_byte_offset(scratch, P[F.AT_IOTA])
+        factor: T.let = T.handle_add_byte_offset(scratch, P[F.AT_FACTOR])
+        if ids_wide != T.int64(0):
+            tiles_int64(ids, plan, weights, on_input, count, rows, position, blocks, sync, iota, factor, ones)
+        else:
+            tiles_int32(ids, plan, weights, on_input, count, rows, position, blocks, sync, iota, factor, ones)
+        T.evaluate(T.call_extern("int32", "moe_set_threads", T.Cast("int32", P[F.THREADS])))
+        for th in T.parallel(P[F.THREADS]):
+            if on_input != T.int64(0):
+                worker(
+                    th, x, x_code, out, ones, w13, start13, scale13, bias13, w2, start2, scale2, bias2,
+                    activation, alpha, limit, scratch, plan, sync, blocks,
+                )  # fmt: skip
+            else:
+                worker(
+                    th, x, x_code, out, weights, w13, start13, scale13, bias13, w2, start2, scale2, bias2,
+                    activation, alpha, limit, scratch, plan, sync, blocks,
+                )  # fmt: skip
+
+    return moe

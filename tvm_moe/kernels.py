@@ -1,0 +1,103 @@
+"""The micro-kernel table: one row per (ISA level, dtype); selection, packing, building, tests and listings read it.
+
+Plain data, no imports beyond the standard library. A micro-kernel multiplies up to `rows[-1]` gathered activation rows
+with one packed weight panel of `NR` output columns. The packed layout of a matrix ``[E, N, K]`` is
+``[E, panels, K / group, NR, group]``: a K group of a column is contiguous (what one lane of the instruction eats) and the
+panel streams through memory in the order the kernel reads it. It is a function of the row alone, so that tuning never
+changes it. In a gate/up matrix a panel holds NR/2 gate columns, then the NR/2 up columns that belong to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import MoEError
+
+DTYPES = ("int8", "bf16")
+ITEMSIZE = {"int8": 1, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class MicroKernel:
+    """One row of the table."""
+
+    isa: str  # level of the ladder in `isa`
+    dtype: str  # "int8" (W8A8) or "bf16"
+    activation: str  # operand type of the activations as the kernel reads them
+    weight: str  # operand type of the packed weights
+    accumulator: str
+    rows: tuple[int, ...]  # row-count variants, ascending: every count in 1..MR, so that no row is computed in vain
+    NR: int  # columns of a panel
+    group: int  # K group: consecutive k one instruction lane consumes
+    offset: int  # added to the quantized activation (u8 = s8 + 128); folded back through the packed start values
+    intrinsic: str | None  # file in compiler/intrin; None: LLVM vector code
+    style: str  # class in schedules/
+    features: frozenset[str]  # CPU features the object code needs beyond the baseline
+    target: tuple[tuple[str, str], ...]  # architecture -> mcpu ("" is the baseline)
+
+    def __post_init__(self) -> None:
+        if self.rows != tuple(range(1, len(self.rows) + 1)):
+            raise MoEError(f"{self.isa}/{self.dtype}: rows must be 1..MR, got {self.rows}")
+        if self.NR % 32 or self.group * ITEMSIZE[self.dtype] not in (4, 8):
+            raise MoEError(f"{self.name}: NR must be a multiple of 32 and a K group 4 or 8 bytes")
+
+    @property
+    def MR(self) -> int:
+        return self.rows[-1]
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype}_{self.activation}x{self.weight}_{self.MR}x{self.NR}x{self.group}_{self.isa}"
+
+    @property
+    def key(self) -> str:
+        """What modules of this row are called."""
+        return f"{self.isa}-{self.dtype}"
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def arches(self) -> tuple[str, ...]:
+        return tuple(arch for arch, _ in self.target)
+
+    def mcpu(self, arch: str) -> str:
+        return dict(self.target)[arch]
+
+
+def _vnni(dtype: str, **row: object) -> MicroKernel:
+    """6x64 fills 24 of 32 zmm registers with accumulators and leaves 4 for weights and 1 for the broadcast."""
+    return MicroKernel("avx512_vnni", dtype, rows=tuple(range(1, 7)), NR=64, style="OuterProduct", **row)  # type: ignore[arg-type]
+
+
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx2", "fma", "f16c", "bmi", "bmi2"})
+_ANY = (("x86_64", ""), ("aarch64", ""))
+
+TABLE: tuple[MicroKernel, ...] = (
+    # Baseline SSE2 / NEON: 2x32 is 16 vectors of 4 lanes on NEON; on SSE2 some of them spill, which costs less than
+    # narrower panels would cost every other loop.
+    MicroKernel("generic", "int8", "int8", "int8", "int32", (1, 2), 32, 4, 0, None, "OuterProduct", frozenset(), _ANY),
+    MicroKernel("generic", "bf16", "uint16", "uint16", "float32", (1, 2), 32, 2, 0, None, "OuterProduct", frozenset(), _ANY),
+    _vnni(
+        "int8", activation="uint8", weight="int8", accumulator="int32", group=4, offset=128, intrinsic="vnni",
+        features=_AVX512 | {"avx512_vnni"}, target=(("x86_64", "cascadelake"),),
+    ),
+    _vnni(
+        "bf16", activation="uint16", weight="uint16", accumulator="float32", group=2, offset=0, intrinsic="avx512bf16",
+        features=_AVX512 | {"avx512_vnni", "avx512_bf16"}, target=(("x86_64", "cooperlake"),),
+    ),
+)  # fmt: skip
+
+
+def rows_for(arch: str, dtype: str) -> tuple[MicroKernel, ...]:
+    """The kernels of an architecture and dtype, lowest level first (the table is in ladder order)."""
+    return tuple(k for k in TABLE if k.dtype == dtype and arch in k.arches)
+
+
+def find(isa: str, dtype: str) -> MicroKernel:
+    """The row of a level and dtype; an error that lists what exists otherwise."""
+    for kernel in TABLE:
+        if (kernel.isa, kernel.dtype) == (isa, dtype):
+            return kernel
+    raise MoEError(f"no kernel for isa={isa!r}, dtype={dtype!r}; existing: {', '.join(k.key for k in TABLE)}")

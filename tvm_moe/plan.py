@@ -1,0 +1,186 @@
+"""The plan of a call: every size, split and scratch offset the compiled driver needs, as one array of int64.
+
+Both halves read `Field`: the driver (compiler/driver) indexes the array with it, the runtime fills it in. Plain integers;
+a plan depends only on sizes and the thread count, so it is cached and steady-state calls compute nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from functools import lru_cache
+
+from .kernels import MicroKernel
+
+L2_ROWS = 192  # rows of one expert that pass a weight panel before the next: their operands (0.4 MB at H 2048) fit L2
+ITEMS_PER_THREAD = 24  # work items a stage should offer each thread, so that the last one to finish costs about 2 %
+CHUNK_BYTES = 256 << 10  # K chunk of a panel that stays in L2 while the rows of a block pass
+Y_RING_BYTES = 8 << 20  # down projection results waiting to be combined: what may stay in L3
+PREPARE_ROWS = 8  # rows per quantization item
+
+
+class Field(IntEnum):
+    """Index into the plan. AT_* are byte offsets into the scratch buffer."""
+
+    TOKENS = 0
+    TOP_K = auto()
+    EXPERTS = auto()
+    HIDDEN = auto()
+    THREADS = auto()
+    X_STRIDE = auto()  # elements between the rows of hidden_states
+    OUT_STRIDE = auto()
+    K13 = auto()  # K groups of a gate/up panel
+    K2 = auto()
+    PANELS13 = auto()
+    PANELS2 = auto()
+    HALF = auto()  # intermediate columns a gate/up panel yields
+    X_LD = auto()  # elements between the rows of the prepared hidden states
+    H_LD = auto()
+    ROW_BLOCK = auto()  # most rows of one expert in a work item
+    GROUP13 = auto()  # panels of a gate/up work item
+    GROUP2 = auto()
+    ITEMS13 = auto()  # panel groups of the gate/up stage
+    ITEMS2 = auto()
+    CHUNK13 = auto()  # K groups of a pass over the rows
+    CHUNK2 = auto()
+    RING_H = auto()  # blocks whose f32 intermediate may exist at once
+    RING_Y = auto()  # panel groups whose down results may exist at once
+    START_STRIDE = auto()  # accumulators between the start values of two panels (0: all panels share one)
+    BIAS13_STRIDE = auto()
+    BIAS2_STRIDE = auto()
+    BLOCKS_MAX = auto()
+    AT_X = auto()
+    AT_X_SCALE = auto()
+    AT_FACTOR = auto()
+    AT_COUNT = auto()
+    AT_ROWS = auto()
+    AT_POSITION = auto()
+    AT_IOTA = auto()
+    AT_ONES = auto()
+    AT_BLOCKS = auto()
+    AT_SYNC = auto()
+    AT_ACC = auto()
+    AT_HF = auto()
+    AT_H = auto()
+    AT_H_SCALE = auto()
+    AT_Y = auto()
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One packed layer: experts, hidden size, intermediate size, whether w13 has a gate, which biases exist."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    gated: bool
+    bias13: bool = False
+    bias2: bool = False
+
+    def half(self, kernel: MicroKernel) -> int:
+        return kernel.NR // 2 if self.gated else kernel.NR
+
+    def shape13(self, kernel: MicroKernel) -> tuple[int, int, int, int, int]:
+        """Packed gate/up weights [E, panels, K groups, NR, group]."""
+        groups = -(-self.hidden // kernel.group)
+        return self.experts, -(-self.intermediate // self.half(kernel)), groups, kernel.NR, kernel.group
+
+    def shape2(self, kernel: MicroKernel) -> tuple[int, int, int, int, int]:
+        groups = -(-self.intermediate // kernel.group)
+        return self.experts, -(-self.hidden // kernel.NR), groups, kernel.NR, kernel.group
+
+
+@dataclass(frozen=True)
+class Plan:
+    values: array[int]
+    scratch_bytes: int
+
+    @property
+    def address(self) -> int:
+        return self.values.buffer_info()[0]
+
+    def __getitem__(self, field: Field) -> int:
+        return self.values[field]
+
+
+def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int) -> dict[Field, int]:
+    """How the work is cut: blocks of rows, groups of panels, chunks of K, rings of intermediates."""
+    F, slots = Field, tokens * top_k
+    _, panels13, k13, NR, group = sizes.shape13(kernel)
+    _, panels2, k2, _, _ = sizes.shape2(kernel)
+    row_block = min(L2_ROWS, max(kernel.MR, -(-slots // (ITEMS_PER_THREAD * threads))))
+    row_block = -(-row_block // kernel.MR) * kernel.MR
+    likely_blocks = max(1, min(sizes.experts, slots), slots // row_block)
+    want = ITEMS_PER_THREAD * threads
+    group13 = min(panels13, max(1, likely_blocks * panels13 // want))
+    # A group of the down stage is combined at once: its results of all slots should stay in L2.
+    cached = max(1, (1 << 20) // max(1, slots * NR * 4))
+    group2 = min(-(-panels2 // 4), cached, max(1, likely_blocks * panels2 // want))
+    y_bytes = group2 * max(1, slots) * NR * 4
+    items2 = -(-panels2 // group2)
+    chunk = max(1, CHUNK_BYTES // (NR * group * kernel.itemsize))
+    return {
+        F.ROW_BLOCK: row_block,
+        F.GROUP13: group13,
+        F.GROUP2: group2,
+        F.ITEMS13: -(-panels13 // group13),
+        F.ITEMS2: items2,
+        F.CHUNK13: even_chunk(k13, chunk),
+        F.CHUNK2: even_chunk(k2, chunk),
+        F.RING_H: max(4, 2 * threads),
+        F.RING_Y: min(items2, max(2, Y_RING_BYTES // y_bytes)),
+        F.BLOCKS_MAX: min(sizes.experts, slots) + slots // row_block + 1,
+    }
+
+
+def even_chunk(groups: int, most: int) -> int:
+    """The chunk length that cuts ``groups`` into equal chunks of at most ``most``."""
+    return max(1, -(-groups // max(1, -(-groups // most))))
+
+
+@lru_cache(maxsize=1024)
+def make(
+    kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int, x_stride: int, out_stride: int
+) -> Plan:
+    """The plan of one call; strides in elements."""
+    F, slots = Field, tokens * top_k
+    _, panels13, k13, NR, group = sizes.shape13(kernel)
+    _, panels2, k2, _, _ = sizes.shape2(kernel)
+    half = sizes.half(kernel)
+    v = split(kernel, sizes, tokens, top_k, threads)
+    v |= {
+        F.TOKENS: tokens, F.TOP_K: top_k, F.EXPERTS: sizes.experts, F.HIDDEN: sizes.hidden, F.THREADS: threads,
+        F.X_STRIDE: x_stride, F.OUT_STRIDE: out_stride, F.K13: k13, F.K2: k2,
+        F.PANELS13: panels13, F.PANELS2: panels2, F.HALF: half, F.X_LD: k13 * group, F.H_LD: panels13 * half,
+        F.START_STRIDE: NR if kernel.offset else 0,
+        F.BIAS13_STRIDE: NR * sizes.bias13, F.BIAS2_STRIDE: NR * sizes.bias2,
+    }  # fmt: skip
+    blocks, h_ld = v[F.BLOCKS_MAX], v[F.H_LD]
+    h_f32 = kernel.dtype == "int8"
+    areas = {
+        F.AT_X: tokens * v[F.X_LD] * kernel.itemsize,
+        F.AT_X_SCALE: tokens * 4,
+        F.AT_FACTOR: tokens * 4,
+        F.AT_COUNT: (sizes.experts + 1) * 4,
+        F.AT_ROWS: slots * 4,
+        F.AT_POSITION: slots * 4,
+        F.AT_IOTA: v[F.ROW_BLOCK] * 4,
+        F.AT_ONES: max(v[F.ROW_BLOCK], tokens) * 4,
+        F.AT_BLOCKS: 3 * blocks * 4,
+        F.AT_SYNC: (SYNC_BLOCKS + 2 * blocks + 2 * v[F.ITEMS2]) * 8,
+        F.AT_ACC: threads * v[F.ROW_BLOCK] * NR * 4,
+        F.AT_HF: min(v[F.RING_H], blocks) * v[F.ROW_BLOCK] * h_ld * 4 if h_f32 else 0,
+        F.AT_H: slots * h_ld * kernel.itemsize,
+        F.AT_H_SCALE: slots * 4,
+        F.AT_Y: v[F.RING_Y] * v[F.GROUP2] * max(1, slots) * NR * 4,
+    }
+    end = 0
+    for area, size in areas.items():
+        v[area] = end
+        end += -(-size // 64) * 64
+    return Plan(array("q", [v[f] for f in F]), end)
+
+
+# Layout of the synchronization area (int64 each; counters that threads fight over have a cache line of their own).
+SYNC_TICKET, SYNC_PREPARED, SYNC_BLOCK_COUNT, SYNC_BLOCKS = 0, 8, 16, 24
