@@ -16,7 +16,7 @@ from .files import FLOATS
 from .formats import ACTIVATION, NUM_EXPERTS, TOP_K, Config, Format, groups, number, shared_size
 from .tensors import LayerTensors
 
-_ACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
@@ -112,7 +112,7 @@ class LayerReader:
         shared, size, H = self._row.shared, shared_size(self._config), self.hidden_size
         gate = self._apply(f"{shared}.gate_proj", hidden, size)
         up = self._apply(f"{shared}.up_proj", hidden, size)
-        y = self._apply(f"{shared}.down_proj", _ACT[self.activation](gate) * up, H)
+        y = self._apply(f"{shared}.down_proj", GATES[self.activation](gate) * up, H)
         return y if self._row.shared_gate is None else y * torch.sigmoid(self._apply(self._row.shared_gate, hidden, 1))
 
     def _apply(self, name: str, x: torch.Tensor, N: int) -> torch.Tensor:

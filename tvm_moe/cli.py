@@ -1,0 +1,104 @@
+"""The command line: ``tvm-moe``, or ``python -m tvm_moe``. Each command imports what it needs when it runs.
+
+Exit codes: 0 all is well; 1 a check failed; 2 the input is wrong, with one line on stderr that says how.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .errors import MoEError
+
+
+class Commands(TyperGroup):
+    """What all commands share: bad input ends in one line, and ``--json`` may stand alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_json_value(args))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MoEError as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Fused Mixture-of-Experts layers for CPUs in INT8 and BF16.",
+)
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="[FILE]", help="Write the results there; - or nothing after it: stdout.")
+]
+Isa = Annotated[str | None, typer.Option(help="CPU level to run, an error if this CPU lacks it. Default: the best.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Default: as many as torch uses.")]
+
+
+class Dtype(StrEnum):
+    bf16 = "bf16"
+    int8 = "int8"
+
+
+@app.callback()
+def main() -> None:
+    """Keeps `run` a subcommand as long as it is the only one."""
+
+
+@app.command()
+def run(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder with config.json and safetensors files.")],
+    dtype: Annotated[Dtype | None, typer.Option(help="int8 quantizes BF16 weights. Default: as stored.")] = None,
+    tokens: Annotated[int, typer.Option(min=1)] = 64,
+    layers: Annotated[str | None, typer.Option(metavar="0,2,5-7", help="Default: all layers with experts.")] = None,
+    isa: Isa = None,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Run the MoE layers of a checkpoint; compare them with the reference and with eager torch."""
+    from . import run_report
+
+    name = None if dtype is None else dtype.value
+    report = run_report.run(checkpoint, parse_layers(layers), name, tokens, isa, threads, to_stderr=json_file == "-")
+    if json_file is not None:
+        write_json(report, json_file)
+    raise typer.Exit(0 if report["passed"] else 1)
+
+
+def with_json_value(args: list[str]) -> list[str]:
+    """``--json`` that is last or before another option becomes ``--json=-``: typer has no optional values."""
+    alone = [a == "--json" and b.startswith("-") and b != "-" for a, b in zip(args, [*args[1:], "--"], strict=True)]
+    return [f"{arg}=-" if bare else arg for arg, bare in zip(args, alone, strict=True)]
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """``"0,2,5-7"`` to ``[0, 2, 5, 6, 7]``."""
+    if text is None:
+        return None
+    try:
+        ends = [[int(number) for number in part.split("-")] for part in text.split(",")]
+        return [i for first, *last in ends for i in range(first, (*last, first)[0] + 1)]
+    except ValueError:
+        raise MoEError(f"--layers is {text!r}, expected numbers and ranges such as 0,2,5-7") from None
+
+
+def write_json(value: Any, target: str) -> None:
+    """To the file ``target``, or to stdout for "-"; NaN and Inf, which JSON lacks, become null."""
+    strict = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    text = json.dumps(strict, indent=2)
+    if target == "-":
+        typer.echo(text)
+        return
+    try:
+        Path(target).write_text(text + "\n")
+    except OSError as error:
+        raise MoEError(f"--json {target}: cannot be written ({error.strerror}); give another file") from None

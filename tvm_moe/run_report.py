@@ -1,0 +1,86 @@
+"""What `tvm-moe run` shows: progress while it packs, a table, and the same as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import tvm_moe
+
+from . import checkpoint
+from .run import NORM_BOUND, TOKEN_BOUND, LayerResult
+from .run import run as run_layers
+
+
+def run(
+    path: Path,
+    layers: Sequence[int] | None,
+    dtype: str | None,
+    tokens: int,
+    isa: str | None,
+    threads: int | None,
+    to_stderr: bool,
+) -> dict[str, Any]:
+    """Runs, prints the table, and returns everything as JSON data; ``passed`` is False where a bound was exceeded."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+        tvm_moe.set_num_threads(threads)
+    opened = checkpoint.open(path)
+    wanted = opened.layers if layers is None else layers
+    experts = sum(opened.layer(index).num_experts for index in wanted)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("packing and running", total=experts)
+        results = list(
+            run_layers(opened, wanted, dtype=dtype, tokens=tokens, isa=isa, progress=lambda *_: bar.advance(task))
+        )
+    Console(stderr=to_stderr).print(table(results, f"{path} ({opened.model_type}), {tokens} tokens"))
+    return {
+        "checkpoint": str(path),
+        "model_type": opened.model_type,
+        "tokens": tokens,
+        "threads": tvm_moe.get_num_threads(),
+        "bounds": {"deviation": NORM_BOUND, "worst_token": TOKEN_BOUND},
+        "passed": all(result.passed for result in results),
+        "layers": [{**asdict(result), "passed": result.passed} for result in results],
+    }
+
+
+def table(results: Sequence[LayerResult], title: str) -> Table:
+    """One line a layer."""
+    caption = (
+        "error, cosine, worst token: of the layer against f32. deviation: of the routed experts against the reference "
+        f"that rounds as they do, at most {NORM_BOUND:.2%}, {TOKEN_BOUND:.2%} in one token. Times: routed experts, "
+        "medians; eager: torch in bf16, expert by expert."
+    )
+    made = Table(title=title, caption=caption, caption_justify="left")
+    for heading in ("layer", "dtype", "ISA", "error", "cosine", "worst token", "deviation", "ms", "GOPS", "GB/s"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("eager ms", "speedup"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        made.add_row(*_cells(result), style=None if result.passed else "bold red")
+    return made
+
+
+def _cells(r: LayerResult) -> list[str]:
+    return [
+        str(r.layer),
+        r.dtype,
+        r.isa,
+        f"{r.accuracy.error:.2%}",
+        f"{r.accuracy.cosine:.6f}",
+        f"#{r.accuracy.worst_token} {r.accuracy.worst_error:.2%}",
+        f"{r.deviation.error:.3%}" + ("" if r.passed else " FAILED"),
+        f"{r.milliseconds:.3g}",
+        f"{r.gops:.0f}",
+        f"{r.gigabytes_per_second:.1f}",
+        f"{r.eager_milliseconds:.3g}",
+        f"{r.eager_milliseconds / r.milliseconds:.1f}x",
+    ]
