@@ -25,7 +25,7 @@ def bf16(tmp_path_factory):
 @pytest.fixture
 def invoke(monkeypatch):
     """Runs the command; timing, which no test reads, is one call."""
-    monkeypatch.setattr(run, "median_seconds", lambda call: call() is None or 1.0)
+    monkeypatch.setattr(run, "median_seconds", lambda *calls: [call() is None or 1.0 for call in calls])
     return lambda *args: CliRunner().invoke(cli.app, ["run", *map(str, args)])
 
 

@@ -82,7 +82,8 @@ def run_layer(
     if reader.has_shared_experts:
         whole, exact = got + reader.shared_expert(hidden), exact + reader.shared_expert(hidden.float())
     baseline = [eager.to_bf16(expert) for expert in reader.experts()]
-    seconds = median_seconds(fused)
+    seconds, eager_seconds = median_seconds(fused, lambda: eager.moe(hidden, baseline, weights, ids, **reader.options))
+    traffic = experts.nbytes * len(ids.unique()) / reader.num_experts + 2 * hidden.nbytes
     return LayerResult(
         layer=reader.index,
         dtype=experts.dtype,
@@ -91,11 +92,9 @@ def run_layer(
         accuracy=distance(whole, exact),
         deviation=distance(got, rounded),
         milliseconds=seconds * 1e3,
-        eager_milliseconds=1e3 * median_seconds(lambda: eager.moe(hidden, baseline, weights, ids, **reader.options)),
+        eager_milliseconds=eager_seconds * 1e3,
         gops=shape(reader).operations(tokens) / seconds / 1e9,
-        gigabytes_per_second=(experts.nbytes * len(ids.unique()) / reader.num_experts + 2 * hidden.nbytes)
-        / seconds
-        / 1e9,
+        gigabytes_per_second=traffic / seconds / 1e9,
     )
 
 
@@ -123,12 +122,17 @@ def shape(reader: LayerReader) -> LayerShape:
     return LayerShape("", reader.hidden_size, reader.intermediate_size, reader.num_experts, reader.top_k)
 
 
-def median_seconds(call: Callable[[], Any], least: float = 0.3) -> float:
-    """Of at least five calls and ``least`` seconds, after one that is not counted."""
-    call()
-    times: list[float] = []
-    while len(times) < 5 or sum(times) < least:
-        start = time.perf_counter()
+def median_seconds(*calls: Callable[[], Any], least: float = 0.3) -> list[float]:
+    """Of each call, over at least five rounds and ``least`` seconds each, after a round that is not counted.
+
+    A round runs all of them: they meet the same load of the machine, and none finds its own weights still cached.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
         call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    while len(times[0]) < 5 or min(map(sum, times)) < least:
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
