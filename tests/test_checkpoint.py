@@ -6,12 +6,13 @@ import copy
 import hashlib
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 
 import tvm_moe
-from tvm_moe import CheckpointError, checkpoint, reference
+from tvm_moe import CheckpointError, checkpoint, demo, reference
 
 from . import tiny_models
 
@@ -172,7 +173,7 @@ def test_files_are_unmapped_with_their_reader(tmp_path):
     tiny_models.make("qwen3_moe").save_pretrained(tmp_path)
 
     def mapped():
-        return str(tmp_path) in open("/proc/self/maps").read()
+        return str(tmp_path) in Path("/proc/self/maps").read_text()
 
     opened = checkpoint.open(tmp_path)
     reader = opened.layer(0)
@@ -181,3 +182,17 @@ def test_files_are_unmapped_with_their_reader(tmp_path):
     assert mapped()  # w2 is a view
     del expert
     assert not mapped()
+
+
+def test_experts_come_one_at_a_time(tmp_path):
+    """Walking over a layer of 35 MB allocates the expert that is looked at, not the layer."""
+
+    def anonymous_bytes():
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) * 1024
+
+    reader = checkpoint.open(demo.make_checkpoint(tmp_path / "bf16")).layer(0)
+    size = sum(w.nbytes for w in (reader.expert(0).w13, reader.expert(0).w2))
+    before = anonymous_bytes()
+    peak = max(anonymous_bytes() for expert in reader.experts() if expert.w13.sum() + expert.w2.sum())
+    assert peak - before < 8 * size  # of 32
