@@ -18,6 +18,7 @@ ITEMS_PER_THREAD = 24  # work items a stage should offer each thread, so that th
 CHUNK_BYTES = 256 << 10  # K chunk of a panel that stays in L2 while the rows of a block pass
 Y_RING_BYTES = 8 << 20  # down projection results waiting to be combined: what may stay in L3
 PREPARE_ROWS = 8  # rows per quantization item
+PACK_UNITS = 128  # K groups that packing converts before it transposes them: NR columns of them fit L1 or nearly
 
 
 class Field(IntEnum):

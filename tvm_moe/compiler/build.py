@@ -8,7 +8,9 @@ import tempfile
 from pathlib import Path
 
 import tvm
+import tvm.support
 
+from .. import modules
 from ..errors import ModuleError
 from ..kernels import MicroKernel
 from . import launcher
@@ -42,15 +44,32 @@ def linker(arch: str) -> str:
     raise ModuleError(f"linking a {arch} module needs one of {candidates}; install gcc (Debian: apt-get install g++)")
 
 
+def launcher_object(arch: str, folder: Path) -> Path:
+    """The launcher, compiled by TVM's LLVM."""
+    source, made = folder / "launcher.ll", folder / "launcher.o"
+    source.write_text(launcher.llvm_ir(arch))
+    tvm.runtime.load_module(str(source)).write_to_file(str(made))
+    return made
+
+
 def export(kernel: MicroKernel, arch: str, path: Path) -> Path:
-    """Build the module of a row into ``path``: written beside it first, then renamed, so that no one sees half a file."""
+    """Build the module of a row into ``path`` and its manifest; beside it first, then renamed: no one sees half a file."""
     executable = compile_kernel(kernel, arch)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as work:
-        source, objects = Path(work, "launcher.ll"), Path(work, "launcher.o")
-        source.write_text(launcher.llvm_ir(arch))
-        tvm.runtime.load_module(str(source)).write_to_file(str(objects))
         made = Path(work, "module.so")
-        executable.export_library(str(made), addons=[str(objects)], cc=linker(arch))
+        executable.export_library(str(made), addons=[str(launcher_object(arch, Path(work)))], cc=linker(arch))
         made.chmod(0o644)
         made.replace(path)
+    modules.write_manifest(path, kernel, arch)
+    return path
+
+
+def export_cpu(arch: str, path: Path) -> Path:
+    """The launcher alone as a library: what detection of CPU features needs before any kernel is chosen."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as work:
+        made = Path(work, "cpu.so")
+        tvm.support.cc.create_shared(str(made), [str(launcher_object(arch, Path(work)))], cc=linker(arch))
+        made.chmod(0o644)
+        made.replace(path)
+    modules.write_manifest(path, None, arch)
     return path

@@ -9,6 +9,35 @@ from __future__ import annotations
 
 PAUSE = {"x86_64": 'call void asm sideeffect "pause", ""()', "aarch64": 'call void asm sideeffect "yield", ""()'}
 
+CPUID = """
+define void @moe_cpuid(i32 %leaf, i32 %sub, ptr %out) {
+  %r = call { i32, i32, i32, i32 } asm sideeffect "cpuid", "={ax},={bx},={cx},={dx},{ax},{cx}"(i32 %leaf, i32 %sub)
+  %a = extractvalue { i32, i32, i32, i32 } %r, 0
+  %b = extractvalue { i32, i32, i32, i32 } %r, 1
+  %c = extractvalue { i32, i32, i32, i32 } %r, 2
+  %d = extractvalue { i32, i32, i32, i32 } %r, 3
+  store i32 %a, ptr %out
+  %b.at = getelementptr i32, ptr %out, i32 1
+  store i32 %b, ptr %b.at
+  %c.at = getelementptr i32, ptr %out, i32 2
+  store i32 %c, ptr %c.at
+  %d.at = getelementptr i32, ptr %out, i32 3
+  store i32 %d, ptr %d.at
+  ret void
+}
+
+define i64 @moe_xgetbv(i32 %index) {
+  %r = call { i32, i32 } asm sideeffect "xgetbv", "={ax},={dx},{cx}"(i32 %index)
+  %low = extractvalue { i32, i32 } %r, 0
+  %high = extractvalue { i32, i32 } %r, 1
+  %l = zext i32 %low to i64
+  %h = zext i32 %high to i64
+  %s = shl i64 %h, 32
+  %v = or i64 %s, %l
+  ret i64 %v
+}
+"""
+
 TEMPLATE = """
 target triple = "{arch}-linux-gnu"
 @moe_gomp_parallel = global ptr null
@@ -109,4 +138,5 @@ done:
 
 
 def llvm_ir(arch: str) -> str:
-    return TEMPLATE.format(arch=arch, pause=PAUSE[arch])
+    """The launcher for an architecture; on x86-64 with CPUID and XGETBV, which feature detection reads."""
+    return TEMPLATE.format(arch=arch, pause=PAUSE[arch]) + (CPUID if arch == "x86_64" else "")

@@ -13,7 +13,7 @@ from tvm_moe.schedules import elementwise, style
 
 from ..activations import ACTIVATIONS
 from ..kernels import MicroKernel
-from . import compute, driver, intrin, worker
+from . import compute, driver, intrin, pack, worker
 from .driver import N
 from .pipeline import subroutine
 
@@ -92,6 +92,9 @@ def build_ir(kernel: MicroKernel, arch: str) -> tvm.IRModule:
         N.worker: worker.worker(),
         worker.TILES["int32"]: worker.tiles("int32"),
         worker.TILES["int64"]: worker.tiles("int64"),
+        **family(pack.PACK_PANEL, {c: pack.pack_panel(kernel, s) for c, s in pack.sources(kernel).items()}),
         GlobalVar("moe"): worker.entry(),
+        GlobalVar("pack"): pack.entry(kernel),
+        GlobalVar("check_panel"): driver.check_panel(),
     }
     return tvm.IRModule(functions)

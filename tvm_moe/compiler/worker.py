@@ -119,12 +119,8 @@ def worker() -> tirx.PrimFunc:
                 g: T.let = (ticket[0] - prepares) % P[F.ITEMS13]
                 T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[SYNC_PREPARED]), prepares))
                 if b >= P[F.RING_H]:
-                    T.evaluate(
-                        T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b - P[F.RING_H]]), T.int64(1))
-                    )
-                gate_up_item(
-                    th, b, g, plan, scratch, blocks, w13, start13, scale13, bias13, activation, alpha, limit
-                )
+                    T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b - P[F.RING_H]]), T.int64(1)))
+                gate_up_item(th, b, g, plan, scratch, blocks, w13, start13, scale13, bias13, activation, alpha, limit)
                 done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_BLOCKS + b]), T.int64(1))
                 if done[0] == P[F.ITEMS13]:
                     finish_block(b, plan, scratch, blocks)

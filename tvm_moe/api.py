@@ -1,0 +1,174 @@
+"""The two calls of a model: `pack_experts` once, `fused_moe` per layer and step."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import MoEError
+from .experts import ExpertWeights, PackedExperts
+
+Tensor = torch.Tensor
+IO_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def pack_experts(
+    w13: Tensor,
+    w2: Tensor,
+    *,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    dtype: str | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    interleaved: bool = False,
+    isa: str | None = None,
+) -> PackedExperts:
+    """Pack a layer's experts for the kernel that will read them; the caller's tensors are not changed or kept.
+
+    Args:
+        w13: gate and up projections [E, 2I, H], any strides ([E, I, H] for relu2). Gate rows first, then up rows;
+            ``interleaved=True``: even rows gate, odd rows up. bf16, f16 or f32; or int8 with ``w13_scale``.
+        w2: down projections [E, H, I], any strides.
+        w13_scale, w2_scale: per-channel scales [E, N] or [E, N, 1] of int8 weights.
+        w13_bias, w2_bias: [E, N], added in f32.
+        dtype: None keeps what comes in: int8 weights -> "int8", others -> "bf16". "int8" quantizes per channel.
+        activation, alpha, limit: see `activations.ACTIVATIONS`.
+        isa: CPU level; None is the best this CPU executes (``TVM_MOE_ISA`` caps it), a name demands that one.
+
+    Raises:
+        MoEError: shapes, dtypes or devices that do not fit; UnsupportedISAError: a level this CPU lacks.
+    """
+    check_weights(w13, w2)
+    E, N, H = w13.shape
+    I = w2.shape[2]
+    vectors = {"w13_scale": w13_scale, "w2_scale": w2_scale, "w13_bias": w13_bias, "w2_bias": w2_bias}
+    for name, vector in vectors.items():
+        check_vector(name, vector, E, N if name.startswith("w13") else H)
+    if dtype is None:
+        dtype = "int8" if w13.dtype == torch.int8 else "bf16"
+
+    def expert(e: int) -> ExpertWeights:
+        return ExpertWeights(w13[e], w2[e], **{n: None if v is None else v[e] for n, v in vectors.items()})
+
+    return PackedExperts.from_experts(
+        map(expert, range(E)), E, H, I, dtype=dtype, activation=activation, alpha=alpha, limit=limit,
+        interleaved=interleaved, isa=isa,
+    )  # fmt: skip
+
+
+def check_weights(w13: Tensor, w2: Tensor) -> None:
+    for name, w in (("w13", w13), ("w2", w2)):
+        if not isinstance(w, Tensor) or w.ndim != 3:
+            got = f"shape {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
+            raise MoEError(f"{name} must be a 3-D torch tensor ([E, 2I, H] and [E, H, I]), got {got}")
+    if w13.shape[0] != w2.shape[0] or w13.shape[2] != w2.shape[1]:
+        raise MoEError(
+            f"w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} disagree: expected [E, 2I, H] and [E, H, I] with the same "
+            f"E and H (transposed weights: pass .transpose(1, 2), no copy is made)"
+        )
+    if (w13.dtype == torch.int8) != (w2.dtype == torch.int8):
+        raise MoEError(f"w13 is {w13.dtype} and w2 is {w2.dtype}; both or none must be int8")
+
+
+def check_vector(name: str, vector: Tensor | None, E: int, N: int) -> None:
+    if vector is None:
+        return
+    if not isinstance(vector, Tensor) or tuple(vector.shape) not in ((E, N), (E, N, 1)):
+        got = tuple(vector.shape) if isinstance(vector, Tensor) else type(vector).__name__
+        raise MoEError(f"{name} has shape {got}, expected ({E}, {N}) or ({E}, {N}, 1)")
+    if vector.device.type != "cpu" or not vector.is_floating_point():
+        raise MoEError(f"{name} must be a floating tensor on the CPU, got {vector.dtype} on {vector.device}")
+    if "scale" in name and not torch.isfinite(vector).all():
+        raise MoEError(f"{name} holds NaN or Inf; check the checkpoint")
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    experts: PackedExperts,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    apply_router_weight_on_input: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``y[t] = sum_j topk_weights[t, j] * expert_{topk_ids[t, j]}(hidden_states[t])``, summed in f32 in slot order.
+
+    Args:
+        hidden_states: [T, H] bf16, f16 or f32, any strides.
+        topk_weights: [T, k] floating; topk_ids: [T, k] int32 or int64, any strides. Ids outside [0, E) are skipped.
+        apply_router_weight_on_input: multiply the input by the weight instead of the output (k = 1 only).
+        out: where to write, [T, H] of hidden_states' dtype; may not overlap the inputs.
+
+    Returns: [T, H] of hidden_states' dtype (``out`` if given). Inference only: no gradient is recorded.
+
+    Raises: MoEError where shapes, dtypes, devices or overlap do not fit; nothing has been written then.
+    """
+    check_call(hidden_states, experts, topk_weights, topk_ids, apply_router_weight_on_input)
+    x = hidden_states.detach()
+    if x.dtype == torch.float16:
+        x = x.float()  # exact; the f32 result is rounded to f16 once
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        x = x.contiguous()
+    result = out if out is not None else torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
+    if out is not None:
+        check_out(out, hidden_states, topk_weights, topk_ids)
+    if x.shape[0] == 0:
+        return result
+    direct = result.dtype == x.dtype and (result.stride(1) == 1 or result.shape[1] == 1)
+    target = result if direct else torch.empty(x.shape, dtype=x.dtype)
+    weights = topk_weights.detach().to(torch.float32).contiguous()
+    if topk_ids.shape[1] == 0:
+        return result.zero_()
+    experts.layer.run(x, target, weights, topk_ids.contiguous(), apply_router_weight_on_input)
+    return result if direct else result.copy_(target)
+
+
+def check_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, on_input: bool) -> None:
+    """What, got, expected. One pass of cheap comparisons: this runs at every call."""
+    if not isinstance(experts, PackedExperts):
+        raise MoEError(f"experts must be PackedExperts (from pack_experts), got {type(experts).__name__}")
+    for name, tensor in (("hidden_states", x), ("topk_weights", weights), ("topk_ids", ids)):
+        if not isinstance(tensor, Tensor) or tensor.ndim != 2 or tensor.device.type != "cpu":
+            got = f"{tuple(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise MoEError(f"{name} must be a 2-D torch tensor on the CPU, got {got}")
+    if x.dtype not in IO_DTYPES:
+        raise MoEError(f"hidden_states is {x.dtype}; expected bfloat16, float16 or float32")
+    if not weights.dtype.is_floating_point:
+        raise MoEError(f"topk_weights is {weights.dtype}; expected a floating dtype")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise MoEError(f"topk_ids is {ids.dtype}; expected int32 or int64")
+    T, H = x.shape
+    if experts.hidden_size != H:
+        raise MoEError(f"hidden_states has {H} columns, these experts have hidden size {experts.hidden_size}")
+    if ids.shape[0] != T or weights.shape != ids.shape:
+        raise MoEError(
+            f"topk_weights {tuple(weights.shape)} and topk_ids {tuple(ids.shape)} must both be [T, k] with T = {T}"
+        )
+    k = ids.shape[1]
+    if on_input and k != 1:
+        raise MoEError(f"apply_router_weight_on_input needs k = 1, got k = {k}")
+    if T * k >= 2**31:
+        raise MoEError(f"T * k = {T * k} slots; at most 2^31 - 1 fit one call: split the tokens")
+
+
+def check_out(out: Tensor, *inputs: Tensor) -> None:
+    x = inputs[0]
+    if not isinstance(out, Tensor) or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+        got = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+        raise MoEError(f"out is {got}, expected {tuple(x.shape)} {x.dtype} on the CPU")
+    if out.requires_grad:
+        raise MoEError("out requires grad; this is inference only: pass a detached tensor")
+    low, high = extent(out)
+    for name, tensor in zip(("hidden_states", "topk_weights", "topk_ids"), inputs, strict=True):
+        first, last = extent(tensor)
+        if out.numel() and tensor.numel() and low < last and first < high:
+            raise MoEError(f"out overlaps {name} in memory; pass a tensor of its own")
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte and one past the last byte a tensor touches."""
+    first = tensor.data_ptr()
+    span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return first, first + span * tensor.element_size()

@@ -1,0 +1,159 @@
+"""CPU levels: what this CPU can execute, and which micro-kernel row serves a dtype.
+
+Features come from CPUID and XGETBV (through the `cpu` module: /proc/cpuinfo shows the host under emulation) or from the
+AArch64 HWCAPs. Everything takes the architecture and the features as arguments with detected defaults, so that each
+choice can be tested on any host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache
+
+from . import kernels
+from .errors import UnsupportedISAError
+from .kernels import MicroKernel
+
+LADDER = {
+    "x86_64": ("generic", "avx2", "avxvnni", "avx512_vnni", "amx"),
+    "aarch64": ("generic", "dotprod", "i8mm_bf16"),
+}
+ENVIRONMENT = "TVM_MOE_ISA"
+
+# name -> (leaf, subleaf, register 0..3 = eax..edx, bit, XCR0 bits the operating system must have enabled)
+_AVX, _AVX512, _AMX = 0x6, 0xE6, 0x60000
+X86_BITS: dict[str, tuple[int, int, int, int, int]] = {
+    "fma": (1, 0, 2, 12, _AVX),
+    "f16c": (1, 0, 2, 29, _AVX),
+    "bmi": (7, 0, 1, 3, 0),
+    "bmi2": (7, 0, 1, 8, 0),
+    "avx2": (7, 0, 1, 5, _AVX),
+    "avx512f": (7, 0, 1, 16, _AVX512),
+    "avx512dq": (7, 0, 1, 17, _AVX512),
+    "avx512cd": (7, 0, 1, 28, _AVX512),
+    "avx512bw": (7, 0, 1, 30, _AVX512),
+    "avx512vl": (7, 0, 1, 31, _AVX512),
+    "avx512_vnni": (7, 0, 2, 11, _AVX512),
+    "avxvnni": (7, 1, 0, 4, _AVX),
+    "avxvnniint8": (7, 1, 3, 4, _AVX),
+    "avx512_bf16": (7, 1, 0, 5, _AVX512),
+    "amx_tile": (7, 0, 3, 24, _AMX),
+    "amx_int8": (7, 0, 3, 25, _AMX),
+    "amx_bf16": (7, 0, 3, 22, _AMX),
+}
+# name -> (auxiliary vector entry, bit)
+AARCH64_BITS = {"dotprod": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The row that serves a dtype, and why each other row of this architecture does not."""
+
+    kernel: MicroKernel
+    rejected: tuple[tuple[MicroKernel, str], ...]
+
+
+def machine() -> str:
+    """This machine's architecture as the ladder names it."""
+    arch = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+    if arch not in LADDER:
+        raise UnsupportedISAError(f"architecture {arch!r} is not supported; expected one of {sorted(LADDER)}")
+    return arch
+
+
+@cache
+def features() -> frozenset[str]:
+    """What this CPU and its operating system can execute, in the table's names."""
+    return _x86_features() if machine() == "x86_64" else _aarch64_features()
+
+
+def _x86_features() -> frozenset[str]:
+    from . import modules
+
+    library = ctypes.CDLL(str(modules.find_cpu()))
+    library.moe_xgetbv.restype = ctypes.c_uint64
+    registers = (ctypes.c_uint32 * 4)()
+
+    def read(leaf: int, subleaf: int) -> tuple[int, ...]:
+        library.moe_cpuid(leaf, subleaf, registers)
+        return tuple(registers)
+
+    highest, subleaves = read(0, 0)[0], read(7, 0)[0]
+    osxsave = read(1, 0)[2] >> 27 & 1
+    enabled = library.moe_xgetbv(0) if osxsave else 0
+    return frozenset(
+        name
+        for name, (leaf, subleaf, register, bit, state) in X86_BITS.items()
+        if leaf <= highest
+        and (leaf != 7 or subleaf <= subleaves)
+        and read(leaf, subleaf)[register] >> bit & 1
+        and enabled & state == state
+    )
+
+
+def _aarch64_features() -> frozenset[str]:
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    return frozenset(name for name, (entry, bit) in AARCH64_BITS.items() if getauxval(entry) >> bit & 1)
+
+
+def cap(arch: str) -> str | None:
+    """The level ``TVM_MOE_ISA`` allows at most, None where it is unset; an unknown level is an error."""
+    level = os.environ.get(ENVIRONMENT) or None
+    if level is not None and level not in LADDER[arch]:
+        raise UnsupportedISAError(f"{ENVIRONMENT}={level!r} is no level of {arch}; expected one of {LADDER[arch]}")
+    return level
+
+
+def choose(
+    dtype: str, isa: str | None = None, *, arch: str | None = None, available: frozenset[str] | None = None
+) -> Choice:
+    """The best row for ``dtype`` at or below the cap; ``isa`` demands that level instead.
+
+    Raises UnsupportedISAError where a demanded level is unknown, has no kernel, or needs features this CPU lacks.
+    """
+    arch = arch or machine()
+    available = features() if available is None else available
+    if isa is not None:
+        return Choice(demand(dtype, isa, arch, available), ())
+    ladder, limit = LADDER[arch], cap(arch)
+    rejected, best = [], None
+    for kernel in reversed(kernels.rows_for(arch, dtype)):
+        missing = sorted(kernel.features - available)
+        if limit and ladder.index(kernel.isa) > ladder.index(limit):
+            rejected.append((kernel, f"above the cap {ENVIRONMENT}={limit}"))
+        elif missing:
+            rejected.append((kernel, f"this CPU lacks {', '.join(missing)}"))
+        elif best is None:
+            best = kernel
+        else:
+            rejected.append((kernel, f"lower level than {best.isa}"))
+    assert best is not None, "the generic rows need no features"
+    return Choice(best, tuple(rejected))
+
+
+def demand(dtype: str, isa: str, arch: str, available: frozenset[str]) -> MicroKernel:
+    """The row of exactly ``isa``, or an error that says what is missing."""
+    if isa not in LADDER[arch]:
+        raise UnsupportedISAError(f"isa={isa!r} is no level of {arch}; expected one of {LADDER[arch]}")
+    rows = [k for k in kernels.rows_for(arch, dtype) if k.isa == isa]
+    if not rows:
+        levels = [k.isa for k in kernels.rows_for(arch, dtype)]
+        raise UnsupportedISAError(f"isa={isa!r} has no {dtype} kernel in this version; expected one of {levels}")
+    if missing := sorted(rows[0].features - available):
+        raise UnsupportedISAError(
+            f"isa={isa!r} needs the CPU feature{'s' * (len(missing) > 1)} {', '.join(missing)}, which this CPU or its "
+            f"operating system lacks; leave isa out to take the best level it can execute"
+        )
+    return rows[0]
+
+
+def executable(kernel: MicroKernel) -> tuple[bool, str]:
+    """Whether this CPU runs ``kernel``, and the reason where it does not."""
+    if machine() not in kernel.arches:
+        return False, f"{kernel.key} is for {', '.join(kernel.arches)}, this machine is {machine()}"
+    missing = sorted(kernel.features - features())
+    return not missing, f"this CPU lacks {', '.join(missing)}" if missing else ""

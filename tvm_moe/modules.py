@@ -1,0 +1,159 @@
+"""Kernel module files: where they are looked for, what makes one trustworthy, and how a missing one is built.
+
+Look-up order: the folder in TVM_MOE_MODULES (what ``tvm-moe build --out`` wrote) -> the package's own prebuilt modules ->
+the user's cache, where a missing module is built on the spot, and announced, if the compiler is installed.
+A module is a shared library with a JSON manifest beside it; the manifest holds the interface stamp and the file's SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from . import isa, plan
+from .errors import ModuleError, SlowPathWarning
+from .kernels import MicroKernel
+
+ENVIRONMENT = "TVM_MOE_MODULES"
+PACKAGED = Path(__file__).parent / "prebuilt"
+INTERFACE = 1  # raise when the signature or the meaning of an exported function changes
+TVM_VERSION = "0.27.0.post1"  # what builds modules; part of the cache key
+
+
+def stamp(kernel: MicroKernel | None) -> str:
+    """What a module and this package must agree on: exported functions, plan layout, the kernel's row."""
+    text = f"{INTERFACE} {[f.name for f in plan.Field]} {kernel!r}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def source_hash() -> str:
+    """Everything that determines the code of a built module."""
+    digest = hashlib.sha256(TVM_VERSION.encode())
+    root = Path(__file__).parent
+    for folder in ("compiler", "compiler/intrin", "schedules"):
+        for file in sorted((root / folder).glob("*.py")):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def filename(kernel: MicroKernel | None, arch: str) -> str:
+    return f"{arch}-{kernel.key if kernel else 'cpu'}.so"
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tvm_moe" / source_hash()
+
+
+def write_manifest(path: Path, kernel: MicroKernel | None, arch: str) -> None:
+    """Write ``path``'s manifest, atomically; last, so that a module without one is an unfinished one."""
+    record = {
+        "kernel": kernel.name if kernel else "cpu",
+        "arch": arch,
+        "stamp": stamp(kernel),
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "tvm": TVM_VERSION,
+    }
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump(record, file, indent=1)
+    Path(file.name).chmod(0o644)
+    Path(file.name).replace(path.with_suffix(".json"))
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder from which somebody else could make us load code."""
+    status = folder.stat()
+    if status.st_mode & 0o022 and not status.st_mode & 0o1000:
+        raise ModuleError(f"refusing to load modules from {folder}: others can write to it; run chmod go-w {folder}")
+    if status.st_uid not in (0, os.getuid()):
+        raise ModuleError(f"refusing to load modules from {folder}: it belongs to user {status.st_uid}, not to you")
+
+
+def check(path: Path, kernel: MicroKernel | None) -> Path:
+    """``path`` if it is whole and made for this package, else a ModuleError that says what is wrong with it."""
+    manifest = path.with_suffix(".json")
+    advice = "delete both files, or build them again with tvm-moe build"
+    if not path.is_file():
+        raise ModuleError(f"no module file {path}; build it with tvm-moe build")
+    try:
+        record = json.loads(manifest.read_text())
+        expected, found = record["sha256"], record["stamp"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModuleError(f"{manifest}: no readable manifest for {path.name} ({error}); {advice}") from error
+    actual = hashlib.sha256(path.read_bytes()).hexdigest()
+    if actual != expected:
+        raise ModuleError(
+            f"{path} is damaged: SHA-256 {actual[:12]}..., its manifest says {expected[:12]}...; {advice}"
+        )
+    if found != stamp(kernel):
+        raise ModuleError(
+            f"{path} was built for another version of tvm_moe (stamp {found}, expected {stamp(kernel)}); {advice}"
+        )
+    return path
+
+
+def find(kernel: MicroKernel) -> Path:
+    """The checked module file of ``kernel`` for this machine, built into the cache where none exists."""
+    return _find(kernel, lambda path, arch: _build(kernel, path, arch))
+
+
+def find_cpu() -> Path:
+    """The tiny library that reads CPUID and XGETBV."""
+    return _find(None, _build_cpu)
+
+
+def _find(kernel: MicroKernel | None, build: Callable[[Path, str], None]) -> Path:
+    arch = isa.machine()
+    name = filename(kernel, arch)
+    if explicit := os.environ.get(ENVIRONMENT):
+        folder = Path(explicit)
+        if not folder.is_dir():
+            raise ModuleError(f"{ENVIRONMENT}={explicit} is no folder; unset it or build with tvm-moe build --out")
+        if (folder / name).exists():
+            check_folder(folder)
+            return check(folder / name, kernel)
+    if (PACKAGED / name).exists():
+        return check(PACKAGED / name, kernel)
+    path = cache_folder() / name
+    if not path.with_suffix(".json").exists():
+        make_cache_folder(path.parent)
+        build(path, arch)
+    check_folder(path.parent)
+    return check(path, kernel)
+
+
+def make_cache_folder(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    check_folder(folder)
+
+
+def require_compiler(wanted: str) -> None:
+    if importlib.util.find_spec("tvm") is None:
+        raise ModuleError(
+            f"no prebuilt module for {wanted}, and no compiler to build one: pip install 'tvm_moe[build]', or point "
+            f"{ENVIRONMENT} at a folder that tvm-moe build --out has written"
+        )
+
+
+def _build(kernel: MicroKernel, path: Path, arch: str) -> None:
+    require_compiler(f"{arch}-{kernel.key}")
+    warnings.warn(
+        f"tvm_moe: building {path.name} into {path.parent} (about 15 s, once; prebuild with tvm-moe build)",
+        SlowPathWarning, stacklevel=4,
+    )  # fmt: skip
+    from .compiler import build
+
+    build.export(kernel, arch, path)
+
+
+def _build_cpu(path: Path, arch: str) -> None:
+    require_compiler(f"{arch}-cpu")
+    from .compiler import build
+
+    build.export_cpu(arch, path)
