@@ -24,11 +24,13 @@ ENVIRONMENT = "TVM_MOE_MODULES"
 PACKAGED = Path(__file__).parent / "prebuilt"
 INTERFACE = 1  # raise when the signature or the meaning of an exported function changes
 TVM_VERSION = "0.27.0.post1"  # what builds modules; part of the cache key
+SOURCES = ("compiler/*.py", "compiler/intrin/*.py", "schedules/*.py", "kernels.py", "plan.py", "activations.py")
 
 
 def stamp(kernel: MicroKernel | None) -> str:
     """What a module and this package must agree on: exported functions, plan layout, the kernel's row."""
-    text = f"{INTERFACE} {[f.name for f in plan.Field]} {kernel!r}"
+    row = {**vars(kernel), "features": sorted(kernel.features)} if kernel else None  # a set has no order of its own
+    text = f"{INTERFACE} {[f.name for f in plan.Field]} {row}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -36,8 +38,8 @@ def source_hash() -> str:
     """Everything that determines the code of a built module."""
     digest = hashlib.sha256(TVM_VERSION.encode())
     root = Path(__file__).parent
-    for folder in ("compiler", "compiler/intrin", "schedules"):
-        for file in sorted((root / folder).glob("*.py")):
+    for pattern in SOURCES:
+        for file in sorted(root.glob(pattern)):
             digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
