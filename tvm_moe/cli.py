@@ -49,11 +49,6 @@ class Dtype(StrEnum):
     int8 = "int8"
 
 
-@app.callback()
-def main() -> None:
-    """Keeps `run` a subcommand as long as it is the only one."""
-
-
 @app.command()
 def run(
     checkpoint: Annotated[Path, typer.Argument(help="Folder with config.json and safetensors files.")],
@@ -72,6 +67,54 @@ def run(
     if json_file is not None:
         write_json(report, json_file)
     raise typer.Exit(0 if report["passed"] else 1)
+
+
+@app.command()
+def show_config(json_file: Json = None) -> None:
+    """CPU, features, chosen and rejected levels with reasons, modules, threads, versions."""
+    import torch  # noqa: F401  (its OpenMP threads are what calls will run on)
+
+    from . import report
+
+    if json_file is None:
+        typer.echo(report.explain())
+    else:
+        write_json(report.configuration(), json_file)
+
+
+@app.command()
+def build(
+    out: Annotated[Path, typer.Option(help="Folder for the modules; TVM_MOE_MODULES=FOLDER serves them.")],
+    isa: Annotated[list[str] | None, typer.Option(help="Level to build, repeatable. Default: all of them.")] = None,
+    arch: Annotated[str | None, typer.Option(help="x86_64 or aarch64. Default: this machine's.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Build kernel modules, for levels this CPU lacks too."""
+    from . import modules
+
+    made = [str(path) for path in modules.build_all(out, isa, arch, lambda path: typer.echo(path, err=True))]
+    if json_file is not None:
+        write_json(made, json_file)
+
+
+@app.command()
+def verify(
+    files: Annotated[list[Path], typer.Argument(help="Module files (.so).")],
+    json_file: Json = None,
+) -> None:
+    """Run every kernel of a module file against the reference on this CPU."""
+    from . import verify as verification
+
+    checks = [(str(file), check) for file in files for check in verification.verify(file)]
+    for file, check in checks:
+        mark = "ok  " if check.passed else "FAIL"
+        typer.echo(
+            f"{mark} {Path(file).name}: {check.what}: error {check.error:.3g}, bound {check.bound:.3g}", err=True
+        )
+    if json_file is not None:
+        rows = [{"file": f, "what": c.what, "error": c.error, "bound": c.bound, "passed": c.passed} for f, c in checks]
+        write_json(rows, json_file)
+    raise typer.Exit(0 if all(check.passed for _, check in checks) else 1)
 
 
 def with_json_value(args: list[str]) -> list[str]:

@@ -159,7 +159,7 @@ def read_packed(path: Path) -> tuple[MicroKernel, LayerSizes, ActivationSpec, di
         if isinstance(error, MoEError):
             raise
         raise ModuleError(f"{path} is damaged or foreign ({error}); save it again") from error
-    kernel = next((k for k in kernels.TABLE if k.name == meta.get("kernel")), None)
+    kernel = kernels.by_name(meta.get("kernel", ""))
     if kernel is None:
         raise ModuleError(
             f"{path} was packed for {meta.get('kernel')!r}, which this version does not have; save it again"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -67,23 +68,44 @@ def machine() -> str:
 @cache
 def features() -> frozenset[str]:
     """What this CPU and its operating system can execute, in the table's names."""
-    return _x86_features() if machine() == "x86_64" else _aarch64_features()
+    if machine() == "aarch64":
+        return _aarch64_features()
+    return x86_features(cpuid, lambda index: cpu_library().moe_xgetbv(index))
 
 
-def _x86_features() -> frozenset[str]:
+Registers = tuple[int, ...]  # eax, ebx, ecx, edx
+
+
+@cache
+def cpu_library() -> ctypes.CDLL:
+    """The library with `moe_cpuid` and `moe_xgetbv`, built from a few lines of LLVM IR (compiler/launcher)."""
     from . import modules
 
     library = ctypes.CDLL(str(modules.find_cpu()))
+    library.moe_cpuid.argtypes = [ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p]
     library.moe_xgetbv.restype = ctypes.c_uint64
+    return library
+
+
+def cpuid(leaf: int, subleaf: int) -> Registers:
     registers = (ctypes.c_uint32 * 4)()
+    cpu_library().moe_cpuid(leaf, subleaf, registers)
+    return tuple(registers)
 
-    def read(leaf: int, subleaf: int) -> tuple[int, ...]:
-        library.moe_cpuid(leaf, subleaf, registers)
-        return tuple(registers)
 
+def brand() -> str:
+    """The CPU's name as it gives it itself."""
+    if machine() != "x86_64" or cpuid(0x80000000, 0)[0] < 0x80000004:
+        return platform.processor() or machine()
+    text = b"".join(r.to_bytes(4, "little") for leaf in range(3) for r in cpuid(0x80000002 + leaf, 0))
+    return text.split(b"\0")[0].decode(errors="replace").strip()
+
+
+def x86_features(read: Callable[[int, int], Registers], xgetbv: Callable[[int], int]) -> frozenset[str]:
+    """The features of a CPU that answers CPUID with ``read`` and, if its system enabled it, XGETBV."""
     highest, subleaves = read(0, 0)[0], read(7, 0)[0]
     osxsave = read(1, 0)[2] >> 27 & 1
-    enabled = library.moe_xgetbv(0) if osxsave else 0
+    enabled = xgetbv(0) if osxsave else 0
     return frozenset(
         name
         for name, (leaf, subleaf, register, bit, state) in X86_BITS.items()

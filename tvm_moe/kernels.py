@@ -101,3 +101,8 @@ def find(isa: str, dtype: str) -> MicroKernel:
         if (kernel.isa, kernel.dtype) == (isa, dtype):
             return kernel
     raise MoEError(f"no kernel for isa={isa!r}, dtype={dtype!r}; existing: {', '.join(k.key for k in TABLE)}")
+
+
+def by_name(name: str) -> MicroKernel | None:
+    """The row that is called ``name`` (what packed files and module manifests record)."""
+    return next((kernel for kernel in TABLE if kernel.name == name), None)

@@ -13,10 +13,10 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from . import isa, plan
+from . import isa, kernels, plan
 from .errors import ModuleError, SlowPathWarning
 from .kernels import MicroKernel
 
@@ -110,28 +110,40 @@ def find_cpu() -> Path:
     return _find(None, _build_cpu)
 
 
-def _find(kernel: MicroKernel | None, build: Callable[[Path, str], None]) -> Path:
-    arch = isa.machine()
-    name = filename(kernel, arch)
+def places(name: str) -> list[Path]:
+    """Where a module file is looked for, in order; the last place is where a missing one is built."""
+    folders = [PACKAGED, cache_folder()]
     if explicit := os.environ.get(ENVIRONMENT):
         folder = Path(explicit)
         if not folder.is_dir():
             raise ModuleError(f"{ENVIRONMENT}={explicit} is no folder; unset it or build with tvm-moe build --out")
-        if (folder / name).exists():
-            check_folder(folder)
-            return check(folder / name, kernel)
-    if (PACKAGED / name).exists():
-        return check(PACKAGED / name, kernel)
-    path = cache_folder() / name
-    if not path.with_suffix(".json").exists():
-        make_cache_folder(path.parent)
-        build(path, arch)
-    check_folder(path.parent)
+        folders.insert(0, folder)
+    return [folder / name for folder in folders]
+
+
+def existing(kernel: MicroKernel | None) -> Path | None:
+    """The file that serves ``kernel`` here, None where it would have to be built; not checked yet."""
+    found = (path for path in places(filename(kernel, isa.machine())) if path.with_suffix(".json").exists())
+    return next(found, None)
+
+
+def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object]) -> Path:
+    path = existing(kernel)
+    if path is None:
+        path = places(filename(kernel, isa.machine()))[-1]
+        make_folder(path.parent)
+        build(path, isa.machine())
+    if path.parent != PACKAGED:
+        check_folder(path.parent)
     return check(path, kernel)
 
 
-def make_cache_folder(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+def make_folder(folder: Path) -> None:
+    """A folder for modules that only we can write to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ModuleError(f"cannot make the folder {folder} for modules: {error.strerror}") from error
     check_folder(folder)
 
 
@@ -141,6 +153,30 @@ def require_compiler(wanted: str) -> None:
             f"no prebuilt module for {wanted}, and no compiler to build one: pip install 'tvm_moe[build]', or point "
             f"{ENVIRONMENT} at a folder that tvm-moe build --out has written"
         )
+
+
+def build_all(
+    out: Path, levels: Iterable[str] | None, arch: str | None, progress: Callable[[Path], object]
+) -> list[Path]:
+    """Build the modules of ``levels`` (None: every level) of an architecture into ``out``; cross-building included."""
+    arch = arch or isa.machine()
+    if arch not in isa.LADDER:
+        raise ModuleError(f"unknown architecture {arch!r}; expected one of {sorted(isa.LADDER)}")
+    rows = [k for k in kernels.TABLE if arch in k.arches]
+    known = sorted({k.isa for k in rows})
+    if unknown := sorted(set(levels or ()) - set(known)):
+        raise ModuleError(f"no kernels for level {', '.join(unknown)} of {arch}; expected one of {known}")
+    require_compiler(f"{arch} modules")
+    from .compiler import build
+
+    make_folder(out)
+    made = [build.export_cpu(arch, out / filename(None, arch))]
+    for kernel in rows:
+        if not levels or kernel.isa in levels:
+            progress(made[-1])
+            made.append(build.export(kernel, arch, out / filename(kernel, arch)))
+    progress(made[-1])
+    return made
 
 
 def _build(kernel: MicroKernel, path: Path, arch: str) -> None:

@@ -47,7 +47,7 @@ class Packer:
 
     def __init__(
         self, dtype: str, num_experts: int, hidden: int, intermediate: int, spec: ActivationSpec, interleaved: bool,
-        level: str | None,
+        level: str | None, module: runtime.Module | None = None,
     ) -> None:  # fmt: skip
         check_sizes(dtype, num_experts, hidden, intermediate)
         if interleaved and not spec.gated:
@@ -55,7 +55,7 @@ class Packer:
         self.kernel = isa.choose(dtype, level).kernel
         self.sizes = LayerSizes(num_experts, hidden, intermediate, spec.gated)
         self.spec, self.interleaved = spec, interleaved
-        self.module = runtime.load(self.kernel)
+        self.module = module or runtime.load(self.kernel)
         self.tensors: dict[str, Tensor] = {}
         self.count = 0
 

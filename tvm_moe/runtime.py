@@ -95,13 +95,15 @@ class Layer:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_pointers", tuple(ctypes.c_void_p(address(self.arrays[n])) for n in ARRAYS))
 
-    def run(self, x: Any, out: Any, weights: Any, ids: Any, on_input: bool = False) -> None:
+    def run(
+        self, x: Any, out: Any, weights: Any, ids: Any, on_input: bool = False, module: Module | None = None
+    ) -> None:
         """``out[t] = sum_j weights[t, j] * expert_ids[t, j](x[t])``.
 
         x, out: [T, H], bf16 (or uint16 holding it) or f32, rows contiguous; weights: f32 [T, k]; ids: int32 or int64
-        [T, k]; weights and ids contiguous. The caller has checked all that (`api`); nothing is checked here.
+        [T, k]; weights and ids contiguous; ``module`` instead of the one `load` finds. The caller has checked all that (`api`); nothing is checked here.
         """
-        module = load(self.kernel)
+        module = module or load(self.kernel)
         (tokens, top_k), width = ids.shape, X_CODES[dtype_name(x)]
         p = plan.make(self.kernel, self.sizes, tokens, top_k, module.threads(), row_stride(x), row_stride(out))
         pointer = ctypes.c_void_p

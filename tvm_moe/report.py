@@ -1,0 +1,112 @@
+"""`explain` and ``tvm-moe show-config``: which CPU, level, module, kernels and threads serve, what was rejected, and why."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import metadata
+from typing import Any
+
+from . import isa, kernels, modules, plan, threads
+from .errors import ModuleError
+from .kernels import MicroKernel
+
+PACKAGES = ("tvm_moe", "apache-tvm-ffi", "apache-tvm", "torch", "numpy", "safetensors")
+
+
+def configuration() -> dict[str, Any]:
+    """Everything `explain` says, as plain data."""
+    return {
+        "cpu": isa.brand(),
+        "architecture": isa.machine(),
+        "features": sorted(isa.features()),
+        "isa_cap": isa.cap(isa.machine()),
+        "kernels": {dtype: choice(dtype) for dtype in kernels.DTYPES},
+        "threads": thread_configuration(),
+        "slow_paths": threads.said(),
+        "versions": {name: version(name) for name in PACKAGES} | {"python": sys.version.split()[0]},
+    }
+
+
+def choice(dtype: str) -> dict[str, Any]:
+    chosen = isa.choose(dtype)
+    return {
+        **describe(chosen.kernel),
+        "rejected": {kernel.isa: reason for kernel, reason in chosen.rejected},
+    }
+
+
+def describe(kernel: MicroKernel) -> dict[str, Any]:
+    """A row, and the module file that serves it (None: it would be built at first use)."""
+    return {"isa": kernel.isa, "kernel": kernel.name, "module": module_path(kernel), "tuning": "shape-generic defaults"}
+
+
+def module_path(kernel: MicroKernel) -> str | None:
+    try:
+        path = modules.existing(kernel)
+    except ModuleError as error:
+        return f"unusable: {error}"
+    return str(path) if path else None
+
+
+def thread_configuration() -> dict[str, Any]:
+    quota = threads.quota()
+    return {
+        "next_call": threads.get_num_threads(),
+        "affinity": len(os.sched_getaffinity(0)),
+        "cgroup_quota": None if quota == sys.maxsize else quota,
+        "torch": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
+        "team": "the process's OpenMP threads (GOMP_parallel)" if threads.team() else "none: serial",
+    }
+
+
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def explain(experts: Any = None) -> str:
+    """What serves a layer on this machine and why, for people. With ``experts``, also what serves exactly those."""
+    c = configuration()
+    lines = [
+        f"CPU        {c['cpu']} ({c['architecture']})",
+        f"features   {' '.join(c['features']) or 'baseline only'}",
+        f"cap        {isa.ENVIRONMENT}={c['isa_cap']}"
+        if c["isa_cap"]
+        else f"cap        none ({isa.ENVIRONMENT} unset)",
+    ]
+    for dtype, chosen in c["kernels"].items():
+        lines.append(f"{dtype:<10} {kernel_line(chosen)}")
+        lines += [f"           rejected {level}: {reason}" for level, reason in chosen["rejected"].items()]
+    t = c["threads"]
+    lines.append(
+        f"threads    {t['next_call']} on {t['team']} (torch {t['torch']}, affinity {t['affinity']}, "
+        f"cgroup quota {t['cgroup_quota'] or 'none'})"
+    )
+    lines += [f"slow path  {message}" for message in c["slow_paths"]]
+    lines.append("versions   " + ", ".join(f"{name} {v}" for name, v in c["versions"].items() if v))
+    return "\n".join(lines + (expert_lines(experts) if experts is not None else []))
+
+
+def kernel_line(chosen: dict[str, Any]) -> str:
+    module = chosen["module"] or f"to be built at first use in {modules.cache_folder()}"
+    return f"{chosen['isa']}, kernel {chosen['kernel']}, {chosen['tuning']}, module {module}"
+
+
+def expert_lines(experts: Any) -> list[str]:
+    """The row that packed these experts, and how a call of 1, 64 and 1024 tokens is cut."""
+    layer = experts.layer
+    lines = [repr(experts), f"  packed for and served by {kernel_line(describe(layer.kernel))}"]
+    best = isa.choose(layer.kernel.dtype).kernel
+    if best is not layer.kernel:
+        lines.append(f"  not the best level here: {best.isa} is; pack again (or load) with isa=None")
+    count = threads.get_num_threads()
+    for tokens in (1, 64, 1024):
+        cut = plan.split(layer.kernel, layer.sizes, tokens, min(8, layer.sizes.experts), count)
+        lines.append(
+            f"  {tokens:>4} tokens, 8 experts each: blocks of up to {cut[plan.Field.ROW_BLOCK]} rows, work items of "
+            f"{cut[plan.Field.GROUP13]} gate/up and {cut[plan.Field.GROUP2]} down panels"
+        )
+    return lines
