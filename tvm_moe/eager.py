@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from .activations import ActivationSpec, resolve
-from .checkpoint.layer import GATES, ExpertWeights
+from .checkpoint.layer import GATES
 from .errors import MoEError
+from .experts import ExpertWeights
 
 
 def to_bf16(expert: ExpertWeights) -> ExpertWeights:

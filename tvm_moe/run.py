@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 import tvm_moe
 
 from . import eager
-from .checkpoint import Checkpoint, ExpertWeights, LayerReader
+from .checkpoint import Checkpoint, LayerReader
 from .compare import Distance, distance, expected_outputs
+from .experts import PackedExperts
 from .models import LayerShape
 
 # Bounds of the distance between a layer and the reference that rounds the same operands in the same places, bf16 or
@@ -100,22 +102,18 @@ def run_layer(
 
 def pack_layer(
     reader: LayerReader, dtype: str | None, isa: str | None, progress: Callable[[int, int], None] | None
-) -> Any:
-    """The layer's experts as `PackedExperts`."""
-    experts = []
-    for e, expert in enumerate(reader.experts()):
-        experts.append(expert)
-        if progress is not None:
-            progress(reader.index, e)
-    names = ("w13_scale", "w2_scale", "w13_bias", "w2_bias")
-    extra = {name: _stack(experts, name) for name in names}
-    w13, w2 = _stack(experts, "w13"), _stack(experts, "w2")
-    return tvm_moe.pack_experts(w13, w2, dtype=dtype, isa=isa, **extra, **reader.options)
-
-
-def _stack(experts: list[ExpertWeights], name: str) -> Tensor | None:
-    parts = [getattr(expert, name) for expert in experts]
-    return None if parts[0] is None else torch.stack(parts)
+) -> PackedExperts:
+    """The layer's experts, packed as they are read: memory is the packed layer and one expert."""
+    return PackedExperts.from_experts(
+        reader.experts(),
+        reader.num_experts,
+        reader.hidden_size,
+        reader.intermediate_size,
+        dtype=dtype or reader.dtype,
+        isa=isa,
+        progress=None if progress is None else partial(progress, reader.index),
+        **reader.options,
+    )
 
 
 def shape(reader: LayerReader) -> LayerShape:

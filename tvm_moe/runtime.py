@@ -101,7 +101,8 @@ class Layer:
         """``out[t] = sum_j weights[t, j] * expert_ids[t, j](x[t])``.
 
         x, out: [T, H], bf16 (or uint16 holding it) or f32, rows contiguous; weights: f32 [T, k]; ids: int32 or int64
-        [T, k]; weights and ids contiguous; ``module`` instead of the one `load` finds. The caller has checked all that (`api`); nothing is checked here.
+        [T, k]; weights and ids contiguous. The caller has checked all that (`api`); nothing is checked here.
+        ``module`` serves instead of the one `load` finds.
         """
         module = module or load(self.kernel)
         (tokens, top_k), width = ids.shape, X_CODES[dtype_name(x)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn import functional
 
 from .. import activations
 from ..errors import CheckpointError
+from ..experts import ExpertWeights
 from .files import FLOATS
 from .formats import ACTIVATION, NUM_EXPERTS, TOP_K, Config, Format, groups, number, shared_size
 from .tensors import LayerTensors
@@ -21,21 +21,6 @@ GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """One expert: ``w13 [2I, H]`` and ``w2 [H, I]`` in any strides; int8 with f32 scales ``[N]``, or floats without.
-
-    Views of the file where the format allows it: read them, never write to them.
-    """
-
-    w13: torch.Tensor
-    w2: torch.Tensor
-    w13_scale: torch.Tensor | None = None
-    w2_scale: torch.Tensor | None = None
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
 
 
 class LayerReader:
@@ -82,7 +67,10 @@ class LayerReader:
         }
 
     def expert(self, e: int) -> ExpertWeights:
-        """Expert ``e``, its tensors checked against the config and against each other."""
+        """Expert ``e``, its tensors checked against the config and against each other; int8 with f32 scales, or floats.
+
+        Views of the file where the format allows it: read them, never write to them.
+        """
         return self._fused_expert(e) if "experts.gate_up_proj" in self._tensors else self._separate_expert(e)
 
     def experts(self) -> Iterator[ExpertWeights]:
