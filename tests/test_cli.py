@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
+from typer.testing import CliRunner
 
-from tvm_moe import cli
+from tvm_moe import MoEError, SlowPathWarning, cli
 
 
 def test_help_is_fast():
@@ -33,3 +35,14 @@ def test_json_needs_no_value(args, expected):
 def test_parse_layers():
     assert cli.parse_layers("0,2,5-7") == [0, 2, 5, 6, 7]
     assert cli.parse_layers(None) is None
+
+
+def test_warnings_are_notes(monkeypatch, tmp_path):
+    def warn(path):
+        warnings.warn("building something", SlowPathWarning, stacklevel=1)
+        raise MoEError("two\nlines")
+
+    monkeypatch.setattr("tvm_moe.checkpoint.open", warn)
+    outcome = CliRunner().invoke(cli.app, ["run", str(tmp_path)])
+    assert (outcome.exit_code, outcome.stdout) == (2, "")
+    assert outcome.stderr.split("\n")[-3:] == ["note: building something", "error: two lines", ""]

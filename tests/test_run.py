@@ -62,14 +62,14 @@ def test_int8(stored, tmp_path, invoke):
 def test_layers_tokens_threads_and_file(bf16, tmp_path, invoke):
     before, file = torch.get_num_threads(), tmp_path / "out.json"
     try:
-        outcome = invoke(bf16, "--layers", "1", "--tokens", 3, "--threads", 1, "--isa", "generic", "--json", file)
+        outcome = invoke(bf16, "--layers", "1", "--tokens", 3, "--threads", 5, "--isa", "generic", "--json", file)
     finally:
         torch.set_num_threads(before)
-        tvm_moe.set_num_threads(before)
+        tvm_moe.set_num_threads(None)
     assert outcome.exit_code == 0, outcome.output
     assert "worst token" in outcome.stdout
     report = json.loads(file.read_text())
-    assert (report["tokens"], report["threads"]) == (3, 1)
+    assert (report["tokens"], report["threads"]) == (3, 5)
     assert [(layer["layer"], layer["isa"]) for layer in report["layers"]] == [(1, "generic")]
 
 
@@ -89,9 +89,16 @@ def test_one_wrong_token_fails(bf16, invoke, monkeypatch):
     assert layer["deviation"]["error"] < run.NORM_BOUND  # the bound for one token is what finds it
 
 
-def test_a_missing_column_fails(bf16, invoke, monkeypatch):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda out: out.index_fill(1, torch.tensor([31]), 0),  # a column is missing
+        lambda out: out * 1.006,  # everything is a little wrong, no token by much
+    ],
+)
+def test_damage_everywhere_fails(damage, bf16, invoke, monkeypatch):
     right = tvm_moe.fused_moe
-    monkeypatch.setattr(tvm_moe, "fused_moe", lambda *args: right(*args).index_fill(1, torch.tensor([31]), 0))
+    monkeypatch.setattr(tvm_moe, "fused_moe", lambda *args: damage(right(*args).float()))
     results(invoke(bf16, "--layers", "0", "--json"), code=1)
 
 

@@ -6,6 +6,7 @@ Exit codes: 0 all is well; 1 a check failed; 2 the input is wrong, with one line
 from __future__ import annotations
 
 import json
+import warnings
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,14 +18,16 @@ from .errors import MoEError
 
 
 class Commands(TyperGroup):
-    """What all commands share: bad input ends in one line, and ``--json`` may stand alone."""
+    """What all commands share: bad input ends in one line, warnings are one line, ``--json`` may stand alone."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, with_json_value(args))
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = lambda message, *_, **__: typer.echo(f"note: {message}", err=True)
+                return super().invoke(ctx)
         except MoEError as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from None
