@@ -73,6 +73,13 @@ def test_layers_tokens_threads_and_file(bf16, tmp_path, invoke):
     assert [(layer["layer"], layer["isa"]) for layer in report["layers"]] == [(1, "generic")]
 
 
+@pytest.mark.parametrize(("load", "said"), [(0.0, False), (1e6, True)])
+def test_a_busy_machine_is_said(load, said, bf16, invoke, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0, 0))
+    outcome = invoke(bf16, "--layers", "0")
+    assert ("The machine was busy (load" in outcome.stdout) == said
+
+
 def test_one_wrong_token_fails(bf16, invoke, monkeypatch):
     right = tvm_moe.fused_moe
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,7 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
         tvm_moe.set_num_threads(threads)
+    load = os.getloadavg()[0]  # before this run adds its own
     opened = checkpoint.open(path)
     wanted = opened.layers if layers is None else layers
     experts = sum(opened.layer(index).num_experts for index in wanted)
@@ -40,25 +42,28 @@ def run(
         results = list(
             run_layers(opened, wanted, dtype=dtype, tokens=tokens, isa=isa, progress=lambda *_: bar.advance(task))
         )
-    Console(stderr=to_stderr).print(table(results, f"{path} ({opened.model_type}), {tokens} tokens"))
+    Console(stderr=to_stderr).print(table(results, f"{path} ({opened.model_type}), {tokens} tokens", load))
     return {
         "checkpoint": str(path),
         "model_type": opened.model_type,
         "tokens": tokens,
         "threads": tvm_moe.get_num_threads(),
+        "load": load,
         "bounds": {"deviation": NORM_BOUND, "worst_token": TOKEN_BOUND},
         "passed": all(result.passed for result in results),
         "layers": [{**asdict(result), "passed": result.passed} for result in results],
     }
 
 
-def table(results: Sequence[LayerResult], title: str) -> Table:
-    """One line a layer."""
+def table(results: Sequence[LayerResult], title: str, load: float) -> Table:
+    """One line a layer; ``load`` is the load average before the run."""
     caption = (
         "error, cosine, worst token: of the layer against f32. deviation: of the routed experts against the reference "
         f"that rounds as they do, at most {NORM_BOUND:.2%}, {TOKEN_BOUND:.2%} in one token. Times: routed experts, "
         "medians; eager: torch in bf16, expert by expert."
     )
+    if load > (cpus := len(os.sched_getaffinity(0))):
+        caption += f"\nThe machine was busy (load {load:.1f} on {cpus} CPUs): the times, eager's above all, say little."
     made = Table(title=title, caption=caption, caption_justify="left")
     for heading in ("layer", "dtype", "ISA", "error", "cosine", "worst token", "deviation", "ms", "GOPS", "GB/s"):
         made.add_column(heading, justify="right", no_wrap=True)
