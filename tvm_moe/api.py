@@ -111,13 +111,14 @@ def fused_moe(
         x = x.float()  # exact; the f32 result is rounded to f16 once
     if x.stride(1) != 1 and x.shape[1] > 1:
         x = x.contiguous()
-    result = out if out is not None else torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
+    # The device is named because a caller may have made another one the default.
+    result = out if out is not None else torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device="cpu")
     if out is not None:
         check_out(out, hidden_states, topk_weights, topk_ids)
     if x.shape[0] == 0:
         return result
     direct = result.dtype == x.dtype and (result.stride(1) == 1 or result.shape[1] == 1)
-    target = result if direct else torch.empty(x.shape, dtype=x.dtype)
+    target = result if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu")
     weights = topk_weights.detach().to(torch.float32).contiguous()
     if topk_ids.shape[1] == 0:
         return result.zero_()

@@ -88,9 +88,9 @@ class Packer:
         t, kernel = self.tensors, self.kernel
         _, panels, groups, NR, group = t[f"w{which}"].shape
         threads = min(self.module.threads(), panels)
-        temp = torch.empty(threads * NR * PACK_UNITS * group, dtype=WEIGHT_DTYPE[kernel.dtype])
+        temp = torch.empty(threads * NR * PACK_UNITS * group, dtype=WEIGHT_DTYPE[kernel.dtype], device="cpu")
         start, scales = t[f"start{which}"], t[f"scale{which}"]
-        start = start[e] if kernel.offset else torch.empty(panels, NR, dtype=torch.int32)
+        start = start[e] if kernel.offset else torch.empty(panels, NR, dtype=torch.int32, device="cpu")
         scales = scales[e] if kernel.dtype == "int8" else scales
         pointers = [ctypes.c_void_p(x.data_ptr()) for x in (t[f"w{which}"][e], start, scales, temp)]
         self.module.pack(
@@ -111,20 +111,21 @@ class Packer:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, zero: bool) -> Tensor:
-    return torch.zeros(shape, dtype=dtype) if zero else torch.empty(shape, dtype=dtype)
+    """On the CPU even where the caller has made another device the default."""
+    return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device="cpu")
 
 
 def columns(panels: int, NR: int, half: int, valid: int, row_step: int, part_step: int) -> Tensor:
     """Source row of every packed column [panels, NR], -1 where the column is padding (see compiler/pack)."""
-    c = torch.arange(NR)
-    i = torch.arange(panels)[:, None] * half + c % half
+    c = torch.arange(NR, device="cpu")
+    i = torch.arange(panels, device="cpu")[:, None] * half + c % half
     return torch.where(i < valid, i * row_step + c // half * part_step, -1)
 
 
 def fill(out: Tensor, vector: Tensor, column: Tensor) -> None:
     """A per-channel vector [N] or [N, 1] in packed order [panels, NR]; padding columns are zero."""
     flat = vector.reshape(-1).float()
-    out.copy_(torch.where(column >= 0, flat[column.clamp(min=0)], torch.zeros(())))
+    out.copy_(flat[column.clamp(min=0)].masked_fill(column < 0, 0))
 
 
 def check_sizes(dtype: str, E: int, H: int, I: int) -> None:
