@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvm_moe import reference
+from tvm_moe import PackedExperts, fused_moe, pack_experts, reference
 from tvm_moe.activations import ActivationSpec, resolve
+from tvm_moe.kernels import MicroKernel
 
 U = 2.0**-24  # unit roundoff of f32
 U_BF16 = 2.0**-8  # unit roundoff of bf16: 8 significant bits
@@ -49,6 +50,14 @@ class Case:
             **self.options,
             apply_router_weight_on_input=self.on_input,
         )
+
+    def pack(self, kernel: MicroKernel | None = None) -> PackedExperts:
+        """Packed for a row of the table, whose dtype the case must have (None: for the best level)."""
+        options = self.options | ({"dtype": kernel.dtype, "isa": kernel.isa} if kernel else {})
+        return pack_experts(self.w13, self.w2, **options)
+
+    def run(self, packed: PackedExperts, out: Tensor | None = None) -> Tensor:
+        return fused_moe(self.x, packed, self.weights, self.ids, self.on_input, out)
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)

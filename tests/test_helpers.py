@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
+
 import pytest
 import torch
 
 from tests.helpers import ACTIVATION_OPTIONS, assert_matches_reference, make_case
+from tests.pairwise import pairwise
 from tvm_moe import reference
 
 
@@ -49,3 +52,12 @@ def matches(got, case):
     except AssertionError:
         return False
     return True
+
+
+def test_pairwise_holds_every_pair_in_few_rows():
+    factors = {"a": range(7), "b": range(7), "c": "xyz", "d": [True, False], "e": range(8)}
+    rows = pairwise(**factors)
+    assert rows == pairwise(**factors)
+    for one, two in combinations(factors, 2):
+        assert {(r[one], r[two]) for r in rows} == set(product(factors[one], factors[two]))
+    assert 56 <= len(rows) < 70  # 56 is the least possible, 2352 would be all combinations

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from tests.helpers import ACTIVATION_OPTIONS, Case, assert_matches_reference, make_case
 from tvm_moe import MoEError, reference

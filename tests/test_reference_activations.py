@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from tests.helpers import U, assert_within
 from tvm_moe import reference

@@ -1,0 +1,120 @@
+"""What ids and routing weights may be: skipped, repeated, crowded, absent, of any integer width and any strides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.helpers import assert_matches_reference, make_case
+
+F32 = torch.float32
+
+
+@pytest.mark.parametrize("bad", [-1, -7, 4, 5, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_ids_outside_are_skipped(kernel, bad, id_dtype):
+    """The slot may not even be read: its weight is NaN, and so is what it would find in a neighbour's place."""
+    case = make_case(T=9, E=4, k=3, H=66, I=20, bias=True, x_dtype=F32, dtype=kernel.dtype)
+    case = case.but(ids=case.ids.to(id_dtype))
+    case.ids[0, 0], case.ids[1, 1], case.ids[2, 2], case.ids[3] = bad, bad, bad, bad
+    case.ids[4, :2] = bad
+    got = case.run(case.pack(kernel))
+    assert_matches_reference(got, case)
+    assert got[3].eq(0).all()
+    assert torch.equal(
+        case.but(weights=case.weights.masked_fill(case.ids == bad, math.nan)).run(case.pack(kernel)), got
+    )
+
+
+@pytest.mark.parametrize("high", [2**32, -(2**32), 2**33, 2**62])
+def test_wide_ids_do_not_wrap(kernel, high):
+    """Their low 32 bits are those of an expert."""
+    case = make_case(T=5, E=4, k=2, x_dtype=F32, dtype=kernel.dtype)
+    case = case.but(ids=case.ids.long())
+    case.ids[1, 0] += high
+    case.ids[2] += high
+    got = case.run(case.pack(kernel))
+    assert_matches_reference(got, case)
+    assert got[2].eq(0).all()
+
+
+@pytest.mark.parametrize("T", [1, 9, 64])
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, F32])
+def test_all_skipped_gives_zeros(kernel, T, x_dtype):
+    case = make_case(T=T, H=70, k=2, bias=True, x_dtype=x_dtype, dtype=kernel.dtype)
+    case.ids.fill_(-1)
+    out = torch.full_like(case.x, math.nan)
+    assert case.run(case.pack(kernel), out).eq(0).all()
+
+
+def test_no_slots_give_zeros(kernel):
+    case = make_case(T=3, k=2, dtype=kernel.dtype)
+    none = case.but(ids=case.ids[:, :0], weights=case.weights[:, :0])
+    assert none.run(case.pack(kernel), torch.full_like(case.x, math.nan)).eq(0).all()
+
+
+def test_an_expert_named_twice_counts_twice(kernel):
+    case = make_case(T=9, k=1, x_dtype=F32, dtype=kernel.dtype)
+    twice = case.but(ids=case.ids.repeat(1, 2), weights=case.weights.repeat(1, 2))
+    packed = case.pack(kernel)
+    assert torch.equal(twice.run(packed), 2 * case.run(packed))
+    unequal = twice.but(weights=torch.cat([case.weights, 2 * case.weights], 1))
+    assert_matches_reference(unequal.run(packed), unequal)
+
+
+def test_slots_are_summed_in_their_order(kernel):
+    """(1 + 2^-24) - 1 is 0 in f32, (1 - 1) + 2^-24 is not: expert order would give the other one."""
+    case = make_case(T=3, E=3, k=3, activation="relu2", x_dtype=F32, dtype=kernel.dtype)
+    case = case.but(w13=torch.zeros_like(case.w13), options=case.options | {"w2_bias": torch.ones(3, 24)})
+    case = case.but(weights=torch.tensor([1.0, 2.0**-24, -1.0]).repeat(3, 1))
+    for order, want in (([0, 1, 2], 0.0), ([2, 0, 1], 0.0), ([1, 2, 0], 0.0)):
+        shuffled = case.but(ids=torch.tensor([order] * 3, dtype=torch.int32))
+        assert shuffled.run(case.pack(kernel)).eq(want).all()
+    other = case.but(weights=case.weights[:, [0, 2, 1]], ids=torch.tensor([[0, 1, 2]] * 3, dtype=torch.int32))
+    assert other.run(case.pack(kernel)).eq(2.0**-24).all()
+
+
+@pytest.mark.parametrize("expert", [0, 3, 6])
+def test_one_hot_expert(kernel, expert):
+    """More rows than a block holds, all of one expert, and experts without tokens on either side."""
+    case = make_case(T=421, E=7, k=2, H=66, I=35, x_dtype=F32, dtype=kernel.dtype)
+    case.ids[:] = expert
+    assert_matches_reference(case.run(case.pack(kernel)), case)
+
+
+@pytest.mark.parametrize("T", [1, 2, 64])
+def test_experts_without_tokens(kernel, T):
+    case = make_case(T=T, E=64, k=2, H=40, I=20, x_dtype=F32, dtype=kernel.dtype)
+    case.ids[:] = torch.tensor([61, 2])
+    assert_matches_reference(case.run(case.pack(kernel)), case)
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_weights_and_ids_that_are_slices(kernel, id_dtype):
+    case = make_case(T=9, k=2, x_dtype=F32, dtype=kernel.dtype)
+    packed = case.pack(kernel)
+    wide_weights = torch.cat([case.weights, torch.full((9, 3), math.nan)], 1)
+    wide_ids = torch.cat([case.ids, torch.ones(9, 3)], 1).to(id_dtype)
+    sliced = case.but(weights=wide_weights[:, :2], ids=wide_ids[:, :2])
+    turned = case.but(weights=case.weights.T.contiguous().T, ids=case.ids.to(id_dtype).T.contiguous().T)
+    for view in (sliced, turned):
+        assert not view.ids.is_contiguous()
+        assert torch.equal(view.run(packed), case.run(packed))
+    expanded = case.but(weights=case.weights[:, :1].expand(9, 2), ids=wide_ids[:1, :2].expand(9, 2))
+    assert_matches_reference(expanded.run(packed), expanded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_routing_weights_are_converted(kernel, dtype):
+    case = make_case(T=9, x_dtype=F32, dtype=kernel.dtype)
+    narrow = case.weights.to(dtype)
+    packed = case.pack(kernel)
+    assert torch.equal(case.but(weights=narrow).run(packed), case.but(weights=narrow.float()).run(packed))
+
+
+def test_more_slots_than_experts(kernel):
+    case = make_case(T=5, E=1, k=1, H=40, dtype=kernel.dtype)
+    many = case.but(ids=torch.zeros(5, 9, dtype=torch.int32), weights=torch.full((5, 9), 1 / 9))
+    assert_matches_reference(many.run(case.pack(kernel)), many)
