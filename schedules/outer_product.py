@@ -11,12 +11,14 @@ from tvm.s_tir import Schedule
 
 from tvm_moe.compiler import intrin
 
-from .skeleton import Decision, TileSchedule
+from .skeleton import PREFETCH, Decision, TileSchedule
 
 
 class OuterProduct(TileSchedule):
-    # k_unroll 1: the register tile hides the latency already, and LLVM unrolls short bodies itself.
-    decisions = (Decision("k_unroll", (1, 2, 4), 0),)
+    # Two lines per K group: two tiles then ask for the whole next chunk (NR * group = 256 bytes a group) in about the time
+    # memory needs to bring it; four lines in one tile were no faster, and tiles of few rows wait for memory anyway.
+    decisions = (Decision("prefetch", (0, 1, 2, 4), 2),)
+    PREFETCH_ROWS = 4
     LANES = 16
 
     def tile_loops(self, s: Schedule, acc: Any, chosen: dict[str, Any]) -> tuple[Any, Any]:
@@ -30,6 +32,7 @@ class OuterProduct(TileSchedule):
             s.vectorize(lane)
         for loop in (r, vector):
             s.unroll(loop)
+        s.annotate(k_outer, PREFETCH, chosen["prefetch"] if self.rows >= self.PREFETCH_ROWS else 0)
         return k_outer, lane
 
     def instruction(self, s: Schedule, lane: Any) -> None:

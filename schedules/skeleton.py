@@ -11,6 +11,11 @@ from tvm.s_tir import Schedule
 from tvm_moe.kernels import MicroKernel
 
 
+PREFETCH = (
+    "moe_prefetch"  # annotation of the K loop: cache lines to prefetch per K group (compiler/module inserts them)
+)
+
+
 @dataclass(frozen=True)
 class Decision:
     """One thing MetaSchedule may choose: its candidates, and the index of the one used without tuning."""
@@ -25,8 +30,8 @@ class TileSchedule(ABC):
 
     decisions: ClassVar[tuple[Decision, ...]] = ()
 
-    def __init__(self, kernel: MicroKernel, arch: str) -> None:
-        self.kernel, self.arch = kernel, arch
+    def __init__(self, kernel: MicroKernel, arch: str, rows: int) -> None:
+        self.kernel, self.arch, self.rows = kernel, arch, rows
 
     def apply(self, s: Schedule) -> None:
         chosen = {d.name: self.sample(s, d) for d in self.decisions}

@@ -18,6 +18,7 @@ from ..plan import PREPARE_ROWS, Field
 
 F = Field
 FIELDS = len(Field)
+SLICE_LINES = 2  # cache lines a tile prefetches per K group of the chunk that follows
 
 
 class N:
@@ -39,38 +40,42 @@ class N:
 
 
 def panel(kernel: MicroKernel) -> tirx.PrimFunc:
-    """All rows of a block against one panel: chunks of K outside, so that a chunk of the panel stays in L2."""
+    """All rows of a block against one panel: chunks of K outside, so that a chunk of the panel stays in L2.
+
+    Weights come from memory once: while several tiles pass a chunk, each prefetches a slice of what comes next, the next
+    chunk or the panel ``ahead`` bytes from this one (0: unknown). A lone tile does not: it is bound by memory already, and
+    prefetching by instruction was slower than the hardware's own (22 against 26 GB/s from one core).
+    """
     MR, NR = kernel.MR, kernel.NR
     k_bytes = kernel.group * kernel.itemsize
+    SLICES = -(-NR * k_bytes // (64 * SLICE_LINES))
     tile = N.tile
 
     @T.prim_func(private=True, s_tir=True)
     def panel(
         n: T.int64, x: T.handle, x_ld: T.int64, rows: T.handle, w: T.handle, start: T.handle, acc: T.handle,
-        k_groups: T.int64, chunk: T.int64,
+        k_groups: T.int64, chunk: T.int64, ahead: T.int64,
     ) -> None:  # fmt: skip
         tiles: T.let = (n + T.int64(MR - 1)) // T.int64(MR)
         for c in range((k_groups + chunk - T.int64(1)) // chunk):
             k0: T.let = c * chunk
+            groups: T.let = T.min(chunk, k_groups - k0)
+            here: T.let = k0 * T.int64(NR * k_bytes)
+            follows: T.let = T.if_then_else(k0 + groups == k_groups, ahead, here + groups * T.int64(NR * k_bytes))
+            slices: T.let = T.if_then_else(tiles == T.int64(1) or follows == T.int64(0), T.int64(0), T.int64(SLICES))
             for i in range(tiles):
                 r0: T.let = n * i // tiles
                 r1: T.let = n * (i + T.int64(1)) // tiles
+                part: T.let = follows + i * groups * T.int64(64 * SLICE_LINES)
+                x_at: T.let = T.handle_add_byte_offset(x, k0 * T.int64(k_bytes))
+                w_at: T.let = T.handle_add_byte_offset(w, here)
+                ids: T.let = T.handle_add_byte_offset(rows, r0 * T.int64(4))
+                sums: T.let = T.handle_add_byte_offset(acc, r0 * T.int64(NR * 4))
+                next_w: T.let = T.handle_add_byte_offset(w, T.if_then_else(i < slices, part, here))
                 if c == T.int64(0):
-                    tile(
-                        r1 - r0, x, T.handle_add_byte_offset(w, T.int64(0)), T.handle_add_byte_offset(rows, r0 * T.int64(4)),
-                        start, T.handle_add_byte_offset(acc, r0 * T.int64(NR * 4)),
-                        T.int64(0), x_ld, T.min(chunk, k_groups), T.int64(0),
-                    )  # fmt: skip
+                    tile(r1 - r0, x_at, w_at, ids, start, sums, T.int64(0), x_ld, groups, T.int64(0), next_w)
                 else:
-                    tile(
-                        r1 - r0,
-                        T.handle_add_byte_offset(x, k0 * T.int64(k_bytes)),
-                        T.handle_add_byte_offset(w, k0 * T.int64(NR * k_bytes)),
-                        T.handle_add_byte_offset(rows, r0 * T.int64(4)),
-                        T.handle_add_byte_offset(acc, r0 * T.int64(NR * 4)),
-                        T.handle_add_byte_offset(acc, r0 * T.int64(NR * 4)),
-                        T.int64(0), x_ld, T.min(chunk, k_groups - k0), T.int64(NR),
-                    )  # fmt: skip
+                    tile(r1 - r0, x_at, w_at, ids, sums, sums, T.int64(0), x_ld, groups, T.int64(NR), next_w)
 
     return panel
 
@@ -85,7 +90,7 @@ def check_panel() -> tirx.PrimFunc:
         k_groups: T.int64, chunk: T.int64,
     ) -> None:  # fmt: skip
         T.func_attr({"global_symbol": "check_panel"})
-        panel(n, x, x_ld, rows, w, start, acc, k_groups, chunk)
+        panel(n, x, x_ld, rows, w, start, acc, k_groups, chunk, T.int64(0))
 
     return check_panel
 
@@ -129,7 +134,7 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
     @T.prim_func(private=True, s_tir=True)
     def gate_up_item(
-        th: T.int64, b: T.int64, g: T.int64, plan: T.handle("int64"), scratch: T.handle, blocks: T.handle("int32"),
+        th: T.int64, b: T.int64, g: T.int64, next_at: T.int64, plan: T.handle("int64"), scratch: T.handle, blocks: T.handle("int32"),
         w13: T.handle, start13: T.handle, scale13: T.handle, bias13: T.handle,
         activation: T.int64, alpha: T.float32, limit: T.float32,
     ) -> None:  # fmt: skip
@@ -145,7 +150,8 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
         h: T.let = T.handle_add_byte_offset(
             scratch, (P[F.AT_HF] if quantized else P[F.AT_H]) + row * P[F.H_LD] * T.int64(out_size)
         )
-        for p_in_group in range(T.min(P[F.GROUP13], P[F.PANELS13] - g * P[F.GROUP13])):
+        panels: T.let = T.min(P[F.GROUP13], P[F.PANELS13] - g * P[F.GROUP13])
+        for p_in_group in range(panels):
             p: T.let = g * P[F.GROUP13] + p_in_group
             at: T.let = e * P[F.PANELS13] + p
             panel(
@@ -153,6 +159,7 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
                 T.handle_add_byte_offset(w13, at * P[F.K13] * T.int64(panel_bytes)),
                 T.handle_add_byte_offset(start13, at * P[F.START_STRIDE] * T.int64(4)),
                 acc, P[F.K13], P[F.CHUNK13],
+                P[F.K13] * T.int64(panel_bytes) * T.if_then_else(p_in_group + T.int64(1) < panels, T.int64(1), next_at - at),
             )  # fmt: skip
             activate(
                 activation, acc, T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE]), rows,
@@ -201,7 +208,7 @@ def down_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
     @T.prim_func(private=True, s_tir=True)
     def down_item(
-        th: T.int64, g: T.int64, b: T.int64, plan: T.handle("int64"), scratch: T.handle, blocks: T.handle("int32"),
+        th: T.int64, g: T.int64, b: T.int64, next_at: T.int64, plan: T.handle("int64"), scratch: T.handle, blocks: T.handle("int32"),
         w2: T.handle, start2: T.handle, scale2: T.handle, bias2: T.handle,
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
@@ -212,13 +219,15 @@ def down_item(kernel: MicroKernel) -> tirx.PrimFunc:
         iota: T.let = T.handle_add_byte_offset(scratch, P[F.AT_IOTA])
         acc: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ACC] + th * P[F.ROW_BLOCK] * T.int64(NR * 4))
         slots: T.let = P[F.TOKENS] * P[F.TOP_K]
-        for p in range(T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])):
+        panels: T.let = T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])
+        for p in range(panels):
             at: T.let = e * P[F.PANELS2] + g * P[F.GROUP2] + p
             panel(
                 n, T.handle_add_byte_offset(scratch, P[F.AT_H] + first * P[F.H_LD] * T.int64(size)), P[F.H_LD], iota,
                 T.handle_add_byte_offset(w2, at * P[F.K2] * T.int64(panel_bytes)),
                 T.handle_add_byte_offset(start2, at * P[F.START_STRIDE] * T.int64(4)),
                 acc, P[F.K2], P[F.CHUNK2],
+                P[F.K2] * T.int64(panel_bytes) * T.if_then_else(p + T.int64(1) < panels, T.int64(1), next_at - at),
             )  # fmt: skip
             epilogue_down(
                 acc, T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)), iota,

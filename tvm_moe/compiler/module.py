@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import tvm
+import tvm_ffi
 from tvm import tirx
-from tvm.ir import GlobalVar, StringImm
+from tvm.ir import GlobalVar, PointerType, PrimType, StringImm
 from tvm.s_tir import Schedule
 
 from tvm_moe.schedules import elementwise, style
+from tvm_moe.schedules.skeleton import PREFETCH
 
 from ..activations import ACTIVATIONS
 from ..kernels import MicroKernel
@@ -29,11 +31,39 @@ def scheduled(func: tirx.PrimFunc, schedule: Callable[[Schedule], None] | None) 
 
 
 def tile_function(kernel: MicroKernel, arch: str, rows: int) -> tirx.PrimFunc:
-    func = scheduled(compute.gemm_tile(kernel, rows), style(kernel.style)(kernel, arch).apply)
+    func = scheduled(compute.gemm_tile(kernel, rows), style(kernel.style)(kernel, arch, rows).apply)
     text = intrin.family(kernel.intrinsic).llvm_ir(kernel.mcpu(arch)) if kernel.intrinsic else ""
+    func = with_prefetch(func)
     if not text:
         return func
     return func.with_body(tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", StringImm(text), func.body))
+
+
+def with_prefetch(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Add a last parameter: where to prefetch from; the annotated K loop asks for its lines one K group after the other."""
+    ahead = tirx.Var("ahead", PointerType(PrimType("void")))
+
+    def insert(loop: tirx.For) -> tirx.For:
+        lines = int(loop.annotations.get(PREFETCH, 0))
+        where = [loop.loop_var * (64 * lines) + 64 * line for line in range(lines)]
+        calls = [tirx.Evaluate(prefetch(tirx.handle_add_byte_offset(ahead, at))) for at in where]
+        return (
+            tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, tirx.SeqStmt([*calls, loop.body]))
+            if lines
+            else loop
+        )
+
+    body = tvm_ffi.structural_map(func.body, (tirx.For, insert))
+    return tirx.PrimFunc([*func.params, ahead], body, attrs=func.attrs)
+
+
+def prefetch(pointer: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Read into L2 (locality 2)."""
+    zero, level, data = (tirx.const(v, "int32") for v in (0, LOCALITY, 1))
+    return tirx.call_llvm_intrin("void", "llvm.prefetch.p0", pointer, zero, level, data)
+
+
+LOCALITY = 2
 
 
 def switch(cases: dict[int, GlobalVar], like: tirx.PrimFunc) -> tirx.PrimFunc:

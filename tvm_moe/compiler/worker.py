@@ -99,6 +99,7 @@ def worker() -> tirx.PrimFunc:
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         Y = T.decl_buffer((SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX] + 2 * P[F.ITEMS2],), "int64", data=sync)
+        B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
         n_blocks: T.let = Y[SYNC_BLOCK_COUNT]
         prepares: T.let = (P[F.TOKENS] + T.int64(PREPARE_ROWS - 1)) // T.int64(PREPARE_ROWS)
         down_from: T.let = prepares + n_blocks * P[F.ITEMS13]
@@ -107,20 +108,29 @@ def worker() -> tirx.PrimFunc:
         ready: T.let = SYNC_BLOCKS + P[F.BLOCKS_MAX]
         group_count: T.let = SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX]
         combined: T.let = group_count + P[F.ITEMS2]
-        ticket = T.alloc_buffer((1,), "int64", scope="local")
+        ticket = T.alloc_buffer((2,), "int64", scope="local")  # the item at hand, and the one after it
         done = T.alloc_buffer((1,), "int64", scope="local")
-        ticket[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_TICKET]), T.int64(1)) - T.int64(1)
-        while ticket[0] < end:
+        next_at = T.alloc_buffer((1,), "int64", scope="local")
+        ticket[1] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_TICKET]), T.int64(1)) - T.int64(1)
+        while ticket[1] < end:
+            ticket[0] = ticket[1]
+            ticket[1] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_TICKET]), T.int64(1)) - T.int64(1)
             if ticket[0] < prepares:
                 prepare_item(ticket[0], x, x_code, plan, scratch, T.handle_add_byte_offset(scratch, P[F.AT_X]))
                 T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_PREPARED]), T.int64(1)))
             elif ticket[0] < down_from:
                 b: T.let = (ticket[0] - prepares) // P[F.ITEMS13]
                 g: T.let = (ticket[0] - prepares) % P[F.ITEMS13]
+                next_b: T.let = (T.min(ticket[1], down_from - T.int64(1)) - prepares) // P[F.ITEMS13]
+                next_g: T.let = (T.min(ticket[1], down_from - T.int64(1)) - prepares) % P[F.ITEMS13]
+                next_at[0] = T.Cast("int64", B[next_b]) * P[F.PANELS13] + next_g * P[F.GROUP13]
                 T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[SYNC_PREPARED]), prepares))
                 if b >= P[F.RING_H]:
                     T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b - P[F.RING_H]]), T.int64(1)))
-                gate_up_item(th, b, g, plan, scratch, blocks, w13, start13, scale13, bias13, activation, alpha, limit)
+                gate_up_item(
+                    th, b, g, next_at[0], plan, scratch, blocks, w13, start13, scale13, bias13,
+                    activation, alpha, limit,
+                )  # fmt: skip
                 done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_BLOCKS + b]), T.int64(1))
                 if done[0] == P[F.ITEMS13]:
                     finish_block(b, plan, scratch, blocks)
@@ -128,17 +138,19 @@ def worker() -> tirx.PrimFunc:
             else:
                 g: T.let = (ticket[0] - down_from) // n_blocks
                 b: T.let = (ticket[0] - down_from) % n_blocks
+                next_g: T.let = (T.min(ticket[1], end - T.int64(1)) - down_from) // n_blocks
+                next_b: T.let = (T.min(ticket[1], end - T.int64(1)) - down_from) % n_blocks
+                next_at[0] = T.Cast("int64", B[next_b]) * P[F.PANELS2] + next_g * P[F.GROUP2]
                 T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b]), T.int64(1)))
                 if g >= P[F.RING_Y]:
                     T.evaluate(
                         T.call_extern("int32", "moe_wait", T.address_of(Y[combined + g - P[F.RING_Y]]), T.int64(1))
                     )
-                down_item(th, g, b, plan, scratch, blocks, w2, start2, scale2, bias2)
+                down_item(th, g, b, next_at[0], plan, scratch, blocks, w2, start2, scale2, bias2)
                 done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[group_count + g]), T.int64(1))
                 if done[0] == n_blocks:
                     combine_item(g, plan, scratch, weights, out, x_code)
                     T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[combined + g]), T.int64(1)))
-            ticket[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_TICKET]), T.int64(1)) - T.int64(1)
 
     return worker
 
