@@ -1,0 +1,121 @@
+"""The code of every row for every architecture, on any host: the intended instructions, and none that a CPU could lack."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from tvm_moe import isa
+from tvm_moe.compiler import build
+from tvm_moe.kernels import TABLE
+
+INSTRUCTION = {"vnni": "vpdpbusd", "avx512bf16": "vdpbf16ps"}  # of the intrinsics in compiler/intrin
+ALL = [pytest.param(k, arch, id=f"{arch}-{k.key}") for k in TABLE for arch in k.arches]
+INTRINSIC = [pytest.param(k, arch, id=f"{arch}-{k.key}") for k in TABLE for arch in k.arches if k.intrinsic]
+X86_BASELINE = [pytest.param(k, "x86_64", id=k.key) for k in TABLE if k.mcpu("x86_64") == ""]
+ARM_BASELINE = [pytest.param(k, "aarch64", id=k.key) for k in TABLE if dict(k.target).get("aarch64") == ""]
+
+
+@cache
+def assembly(kernel, arch):
+    """The lines of a module's assembly that are labels or instructions."""
+    lines = build.compile_kernel(kernel, arch).mod.inspect_source("asm").splitlines()
+    code = (re.split(r"\s+(?:#|//)", line)[0].rstrip() for line in lines)
+    return [line for line in code if re.match(r"(?!\.Ltmp).*:$", line) or re.match(r"\s+[a-z]", line)]
+
+
+def tight_loops(lines):
+    """The lines from a label to the conditional jump back to it, where no other label lies between."""
+    labels = [i for i, line in enumerate(lines) if line.endswith(":")]
+    for start, end in pairwise([*labels, len(lines)]):
+        jump = rf"\s+(?:j(?!mp)\w+|b\.\w+|cbn?z\s+\w+,|tbn?z\s+.*,)\s+{re.escape(lines[start][:-1])}$"
+        stop = next((i for i in range(start, end) if re.match(jump, lines[i])), None)
+        if stop is not None:
+            yield lines[start : stop + 1]
+
+
+def k_loops(kernel, arch):
+    """The tight loops with the row's matrix instruction."""
+    name = INSTRUCTION[kernel.intrinsic]
+    return [loop for loop in tight_loops(assembly(kernel, arch)) if any(re.match(rf"\s+{name}\b", x) for x in loop)]
+
+
+@pytest.mark.parametrize(("kernel", "arch"), ALL)
+def test_exported_functions_and_no_libm(kernel, arch):
+    lines = assembly(kernel, arch)
+    assert {f"__tvm_ffi_{name}:" for name in ("moe", "pack", "check_panel")} <= set(lines)
+    called = {m[1] for line in lines if (m := re.match(r"\s+(?:callq|jmp|bl|b)\s+([a-zA-Z_]\w*)", line))}
+    foreign = {name for name in called if not name.startswith(("moe_", "TVMFFI", "__tvm_", "mem"))}
+    assert foreign == set(), "a call per element, or a symbol that a serving process lacks"
+    assert {"moe_add", "moe_wait", "moe_set_threads"} <= called
+
+
+@pytest.mark.parametrize(("kernel", "arch"), INTRINSIC)
+def test_every_row_count_has_a_k_loop_of_its_instruction_alone(kernel, arch):
+    """One accumulator register a row and 16 columns, none of them in memory while the loop runs, and no calls."""
+    name, seen = INSTRUCTION[kernel.intrinsic], set()
+    for loop in k_loops(kernel, arch):
+        text = "\n".join(loop)
+        assert "call" not in text, text
+        assert not re.search(r"%zmm\d+, [-\w]*\(", text), f"stores a register:\n{text}"
+        assert not re.search(r"\(%rsp[,)].*%zmm\d+$", text, re.MULTILINE), f"reloads a register:\n{text}"
+        operands = [line.split()[-1] for line in loop if re.match(rf"\s+{name}\b", line)]
+        assert all(re.fullmatch(r"%zmm\d+", operand) for operand in operands)
+        seen.add(len(set(operands)))
+    assert seen == {rows * kernel.NR // 16 for rows in kernel.rows}
+
+
+@pytest.mark.parametrize(("kernel", "arch"), INTRINSIC)
+def test_the_instruction_stands_in_k_loops_only(kernel, arch):
+    """All other uses are remainders of them: few."""
+    name = INSTRUCTION[kernel.intrinsic]
+    total = sum(bool(re.match(rf"\s+{name}\b", line)) for line in assembly(kernel, arch))
+    inside = sum(bool(re.match(rf"\s+{name}\b", line)) for loop in k_loops(kernel, arch) for line in loop)
+    assert inside >= total / 2
+
+
+@pytest.mark.parametrize(("kernel", "arch"), ALL)
+def test_no_instruction_of_a_feature_the_row_does_not_name(kernel, arch):
+    text = "\n".join(assembly(kernel, arch))
+    wanted = {"vpdpbusd": "avx512_vnni", "vdpbf16ps": "avx512_bf16", "vcvtne2?ps2bf16": "avx512_bf16"}
+    wanted |= {"tdp": "amx_tile", "%zmm": "avx512f", "%ymm": "avx2"}
+    wanted |= {r"[us]dot": "dotprod", "[us]+mmla": "i8mm", "bf(dot|mmla|mlal|cvt)": "bf16"}
+    for instruction, feature in wanted.items():
+        if feature not in kernel.features:
+            assert not re.search(rf"(^\s+|\s){instruction}", text, re.MULTILINE), f"{instruction} without {feature}"
+
+
+def assemble(text, arch):
+    """GNU as held to the baseline: its complaints."""
+    program = shutil.which("as")
+    if program is None or isa.machine() != "x86_64":
+        pytest.skip("needs GNU as for x86-64")
+    done = subprocess.run([program, f"-march={arch}", "-o", "/dev/null"], input=text, capture_output=True, text=True)
+    return [line for line in done.stderr.splitlines() if "Error" in line]
+
+
+@pytest.mark.parametrize(("kernel", "arch"), X86_BASELINE)
+def test_generic_x86_assembles_for_the_first_x86_64(kernel, arch):
+    assert assemble("\n".join([*assembly(kernel, arch), ""]), "generic64") == []
+
+
+@pytest.mark.parametrize(
+    "line", ["pshufb %xmm1, %xmm0", "pmulld %xmm1, %xmm0", "popcntl %eax, %eax", "vpaddd %xmm1, %xmm2, %xmm3"]
+)
+def test_the_assembler_knows_what_the_first_x86_64_lacked(line):
+    assert len(assemble(f"\t{line}\n", "generic64")) == 1
+    assert assemble("\tpaddd %xmm1, %xmm0\n", "generic64") == []
+
+
+@pytest.mark.parametrize(("kernel", "arch"), ARM_BASELINE)
+def test_generic_aarch64_has_neon_only(kernel, arch):
+    """No SVE registers, no half-precision arithmetic, no large-system atomics beyond what the baseline has."""
+    text = "\n".join(assembly(kernel, arch))
+    assert not re.search(r"\b[zp]\d+\.[bhsd]|\bptrue\b|\bwhilelo\b", text)
+    assert not re.search(r"\bfml[as]l|\bfmla\s+v\d+\.[48]h|\b(ldadd|cas|swp)a?l?\s", text)
+    assert re.search(r"\bfmla\s+v\d+\.4s|\bmla\s+v\d+\.4s|\bsmlal", text)
