@@ -10,7 +10,6 @@ from tvm.s_tir import Schedule
 
 from tvm_moe.kernels import MicroKernel
 
-
 PREFETCH = (
     "moe_prefetch"  # annotation of the K loop: cache lines to prefetch per K group (compiler/module inserts them)
 )

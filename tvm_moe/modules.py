@@ -24,7 +24,7 @@ ENVIRONMENT = "TVM_MOE_MODULES"
 PACKAGED = Path(__file__).parent / "prebuilt"
 INTERFACE = 1  # raise when the signature or the meaning of an exported function changes
 TVM_VERSION = "0.27.0.post1"  # what builds modules; part of the cache key
-SOURCES = ("compiler/*.py", "compiler/intrin/*.py", "schedules/*.py", "kernels.py", "plan.py", "activations.py")
+SOURCES = ("compiler/*.py", "compiler/*/*.py", "schedules/*.py", "kernels.py", "plan.py", "activations.py")
 
 
 def stamp(kernel: MicroKernel | None) -> str:

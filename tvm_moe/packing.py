@@ -15,7 +15,7 @@ from .kernels import MicroKernel
 from .plan import PACK_UNITS, LayerSizes
 
 Tensor = torch.Tensor
-SOURCE_CODES = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}  # compiler/pack.SOURCES
+SOURCE_CODES = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}  # compiler/driver/pack.SOURCES
 WEIGHT_DTYPE = {"int8": torch.int8, "bf16": torch.bfloat16}
 INT8_MAX_K = 2**31 // (127 * 128)  # 133,000: beyond it an int32 sum of products could overflow
 
@@ -116,7 +116,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, zero: bool) -> Tensor:
 
 
 def columns(panels: int, NR: int, half: int, valid: int, row_step: int, part_step: int) -> Tensor:
-    """Source row of every packed column [panels, NR], -1 where the column is padding (see compiler/pack)."""
+    """Source row of every packed column [panels, NR], -1 where the column is padding (see compiler/driver/pack)."""
     c = torch.arange(NR, device="cpu")
     i = torch.arange(panels, device="cpu")[:, None] * half + c % half
     return torch.where(i < valid, i * row_step + c // half * part_step, -1)

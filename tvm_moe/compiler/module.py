@@ -15,8 +15,9 @@ from tvm_moe.schedules.skeleton import PREFETCH
 
 from ..activations import ACTIVATIONS
 from ..kernels import MicroKernel
-from . import compute, driver, intrin, pack, worker
-from .driver import N
+from . import compute, intrin
+from .driver import gemm, pack, rows, tiles, worker
+from .driver.names import N
 from .pipeline import subroutine
 
 SOURCES = {0: "uint16", 1: "float32"}  # x_code -> storage type of hidden_states and the output
@@ -113,18 +114,18 @@ def build_ir(kernel: MicroKernel, arch: str) -> tvm.IRModule:
             N.combine_tail,
             {c: scheduled(compute.combine(kernel, s, tail), elementwise.combine_tail) for c, s in SOURCES.items()},
         ),
-        N.panel: driver.panel(kernel),
-        N.prepare_item: driver.prepare_item(kernel),
-        N.gate_up_item: driver.gate_up_item(kernel),
-        N.finish_block: driver.finish_block(kernel),
-        N.down_item: driver.down_item(kernel),
-        N.combine_item: driver.combine_item(kernel),
+        N.panel: gemm.panel(kernel),
+        N.prepare_item: rows.prepare_item(kernel),
+        N.gate_up_item: gemm.gate_up_item(kernel),
+        N.finish_block: rows.finish_block(kernel),
+        N.down_item: gemm.down_item(kernel),
+        N.combine_item: rows.combine_item(kernel),
         N.worker: worker.worker(),
-        worker.TILES["int32"]: worker.tiles("int32"),
-        worker.TILES["int64"]: worker.tiles("int64"),
-        **family(pack.PACK_PANEL, {c: pack.pack_panel(kernel, s) for c, s in pack.sources(kernel).items()}),
+        N.tiles["int32"]: tiles.tiles("int32"),
+        N.tiles["int64"]: tiles.tiles("int64"),
+        **family(N.pack_panel, {c: pack.pack_panel(kernel, s) for c, s in pack.sources(kernel).items()}),
         GlobalVar("moe"): worker.entry(),
         GlobalVar("pack"): pack.entry(kernel),
-        GlobalVar("check_panel"): driver.check_panel(),
+        GlobalVar("check_panel"): gemm.check_panel(),
     }
     return tvm.IRModule(functions)

@@ -8,15 +8,14 @@ Start values of an offset kernel undo the offset: ``-offset * sum_k w[n, k]``.
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.ir import GlobalVar
 from tvm.script import tirx as T
 
-from ..kernels import MicroKernel
-from ..plan import PACK_UNITS as UNITS
-from .compute import bf16_to_f32, f32_to_bf16
-from .mathfn import round_bits
+from ...kernels import MicroKernel
+from ...plan import PACK_UNITS as UNITS
+from ..compute import bf16_to_f32, f32_to_bf16
+from ..mathfn import round_bits
+from .names import N
 
-PACK_PANEL = GlobalVar("pack_panel")
 SOURCES = {0: "uint16", 1: "float32", 2: "int8"}  # source codes; uint16 holds bf16
 
 
@@ -103,7 +102,7 @@ def pack_panel(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
 
 def entry(kernel: MicroKernel) -> tirx.PrimFunc:
     """The exported ``pack``: all panels of one matrix, in parallel. `temp` holds NR * UNITS * group operands a thread."""
-    pack_panel, NR = PACK_PANEL, kernel.NR
+    pack_panel, NR = N.pack_panel, kernel.NR
     unit_bytes = kernel.group * kernel.itemsize
 
     @T.prim_func(s_tir=True)

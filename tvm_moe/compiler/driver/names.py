@@ -1,0 +1,30 @@
+"""Names that the driver's files share: GlobalVars of the private functions, and the plan's fields."""
+
+from __future__ import annotations
+
+from tvm.ir import GlobalVar
+
+from ...plan import Field
+
+F = Field
+FIELDS = len(Field)
+
+
+class N:
+    """The private functions of a module that the driver calls."""
+
+    tile = GlobalVar("tile")
+    activate = GlobalVar("activate")
+    epilogue_down = GlobalVar("epilogue_down")
+    prepare = GlobalVar("prepare")
+    combine = GlobalVar("combine")
+    combine_tail = GlobalVar("combine_tail")
+    panel = GlobalVar("panel")
+    prepare_item = GlobalVar("prepare_item")
+    gate_up_item = GlobalVar("gate_up_item")
+    finish_block = GlobalVar("finish_block")
+    down_item = GlobalVar("down_item")
+    combine_item = GlobalVar("combine_item")
+    worker = GlobalVar("worker")
+    pack_panel = GlobalVar("pack_panel")
+    tiles = {"int32": GlobalVar("tiles_int32"), "int64": GlobalVar("tiles_int64")}  # noqa: RUF012

@@ -1,0 +1,96 @@
+"""Stages that touch rows only: prepare hidden states, finish a block's intermediate, combine a token's slots."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...kernels import MicroKernel
+from ...plan import PREPARE_ROWS
+from .names import FIELDS, F, N
+
+
+def prepare_item(kernel: MicroKernel) -> tirx.PrimFunc:
+    """Quantize (INT8) or convert (BF16) a few rows of hidden_states; the K padding must be finite: zero."""
+    size, sources = kernel.itemsize, T.int64(2)
+    prepare = N.prepare
+
+    @T.prim_func(private=True, s_tir=True)
+    def prepare_item(
+        i: T.int64, x: T.handle, x_code: T.int64, plan: T.handle("int64"), scratch: T.handle,
+        prepared: T.handle(kernel.activation),
+    ) -> None:  # fmt: skip
+        P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        t0: T.let = i * T.int64(PREPARE_ROWS)
+        n: T.let = T.min(T.int64(PREPARE_ROWS), P[F.TOKENS] - t0)
+        prepare(
+            x_code,
+            T.handle_add_byte_offset(x, t0 * P[F.X_STRIDE] * sources * (x_code + T.int64(1))),
+            T.handle_add_byte_offset(scratch, P[F.AT_FACTOR] + t0 * T.int64(4)),
+            T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE] + t0 * T.int64(4)),
+            T.handle_add_byte_offset(scratch, P[F.AT_X] + t0 * P[F.X_LD] * T.int64(size)),
+            n, P[F.HIDDEN], P[F.X_STRIDE], P[F.X_LD],
+        )  # fmt: skip
+        X = T.decl_buffer((P[F.TOKENS] * P[F.X_LD],), kernel.activation, data=prepared)
+        for r in range(n):
+            for c in range(P[F.X_LD] - P[F.HIDDEN]):
+                X[(t0 + r) * P[F.X_LD] + P[F.HIDDEN] + c] = T.Cast(kernel.activation, 0)
+
+    return prepare_item
+
+
+def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
+    """INT8: quantize a block's complete intermediate rows, while they are still in cache. BF16: nothing is left."""
+    size = kernel.itemsize
+    prepare = N.prepare
+
+    @T.prim_func(private=True, s_tir=True)
+    def nothing(b: T.int64, plan: T.handle("int64"), scratch: T.handle, blocks: T.handle("int32")) -> None:
+        T.evaluate(0)
+
+    @T.prim_func(private=True, s_tir=True)
+    def finish_block(b: T.int64, plan: T.handle("int64"), scratch: T.handle, blocks: T.handle("int32")) -> None:
+        P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
+        first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + b])
+        prepare(
+            T.int64(1),
+            T.handle_add_byte_offset(
+                scratch, P[F.AT_HF] + b % P[F.RING_H] * P[F.ROW_BLOCK] * P[F.H_LD] * T.int64(4)
+            ),
+            T.handle_add_byte_offset(scratch, P[F.AT_ONES]),
+            T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)),
+            T.handle_add_byte_offset(scratch, P[F.AT_H] + first * P[F.H_LD] * T.int64(size)),
+            T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b]), P[F.H_LD], P[F.H_LD], P[F.H_LD],
+        )  # fmt: skip
+
+    return finish_block if kernel.dtype == "int8" else nothing
+
+
+def combine_item(kernel: MicroKernel) -> tirx.PrimFunc:
+    """Sum the slots of every token for the columns of one panel group."""
+    NR = kernel.NR
+    combine, combine_tail = N.combine, N.combine_tail
+
+    @T.prim_func(private=True, s_tir=True)
+    def combine_item(
+        g: T.int64, plan: T.handle("int64"), scratch: T.handle, weights: T.handle, out: T.handle, x_code: T.int64
+    ) -> None:
+        P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        slots: T.let = P[F.TOKENS] * P[F.TOP_K]
+        position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION])
+        for p in range(T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])):
+            column: T.let = (g * P[F.GROUP2] + p) * T.int64(NR)
+            y: T.let = T.handle_add_byte_offset(
+                scratch, P[F.AT_Y] + (g % P[F.RING_Y] * P[F.GROUP2] + p) * slots * T.int64(NR * 4)
+            )
+            target: T.let = T.handle_add_byte_offset(out, column * T.int64(2) * (x_code + T.int64(1)))
+            if P[F.HIDDEN] - column >= T.int64(NR):
+                combine(x_code, y, position, weights, target, slots, P[F.TOKENS], P[F.TOP_K], P[F.OUT_STRIDE])
+            else:
+                combine_tail(
+                    x_code, y, position, weights, target, slots, P[F.TOKENS], P[F.TOP_K], P[F.HIDDEN] - column,
+                    P[F.OUT_STRIDE],
+                )  # fmt: skip
+
+    return combine_item
