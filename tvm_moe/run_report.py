@@ -19,6 +19,22 @@ from . import checkpoint
 from .run import NORM_BOUND, TOKEN_BOUND, LayerResult
 from .run import run as run_layers
 
+TABLE_WIDTH = 124
+HEADINGS = (
+    "layer",
+    "dtype",
+    "ISA",
+    "error",
+    "cosine",
+    "worst token",
+    "deviation",
+    "ms",
+    "GOPS",
+    "GB/s",
+    "eager ms",
+    "speedup",
+)
+
 
 def run(
     path: Path,
@@ -42,7 +58,7 @@ def run(
         results = list(
             run_layers(opened, wanted, dtype=dtype, tokens=tokens, isa=isa, progress=lambda *_: bar.advance(task))
         )
-    Console(stderr=to_stderr).print(table(results, f"{path} ({opened.model_type}), {tokens} tokens", load))
+    wide_console(to_stderr).print(table(results, f"{path} ({opened.model_type}), {tokens} tokens", load))
     return {
         "checkpoint": str(path),
         "model_type": opened.model_type,
@@ -55,6 +71,13 @@ def run(
     }
 
 
+def wide_console(to_stderr: bool) -> Console:
+    """A console no narrower than the table: rich would drop figures to fit 80 columns, a wrapped line loses none."""
+    console = Console(stderr=to_stderr)
+    console.width = max(console.width, TABLE_WIDTH)
+    return console
+
+
 def table(results: Sequence[LayerResult], title: str, load: float) -> Table:
     """One line a layer; ``load`` is the load average before the run."""
     caption = (
@@ -65,9 +88,7 @@ def table(results: Sequence[LayerResult], title: str, load: float) -> Table:
     if load > (cpus := len(os.sched_getaffinity(0))):
         caption += f"\nThe machine was busy (load {load:.1f} on {cpus} CPUs): the times, eager's above all, say little."
     made = Table(title=title, caption=caption, caption_justify="left")
-    for heading in ("layer", "dtype", "ISA", "error", "cosine", "worst token", "deviation", "ms", "GOPS", "GB/s"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("eager ms", "speedup"):
+    for heading in HEADINGS:
         made.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         made.add_row(*_cells(result), style=None if result.passed else "bold red")
