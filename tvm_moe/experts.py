@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,6 +49,9 @@ class PackedExperts:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"PackedExperts is immutable: cannot set {name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"PackedExperts is immutable: cannot delete {name}")
 
     @property
     def num_experts(self) -> int:
@@ -114,14 +118,18 @@ class PackedExperts:
         return packer.finish()
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file that `load` maps back without repacking."""
+        """Write a safetensors file that `load` maps back without repacking; whole or not at all, even over itself."""
         meta = {
             "format": FORMAT,
             "kernel": self.layer.kernel.name,
             "sizes": json.dumps(asdict(self.layer.sizes)),
             "activation": json.dumps([self.activation, self.layer.activation.alpha, str(self.layer.activation.limit)]),
         }
-        save_file(dict(self._tensors), str(path), metadata=meta)
+        path = Path(path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".save-") as work:
+            made = Path(work, "packed")
+            save_file(dict(self._tensors), str(made), metadata=meta)
+            made.replace(path)
 
     @classmethod
     def load(cls, path: str | Path, isa: str | None = None) -> PackedExperts:
@@ -145,20 +153,22 @@ def read_packed(path: Path) -> tuple[MicroKernel, LayerSizes, ActivationSpec, di
     if not path.is_file():
         raise ModuleError(f"no packed experts file {path}")
     try:
-        with safetensors.safe_open(str(path), framework="pt") as file:
-            meta = file.metadata() or {}
-            if meta.get("format") != FORMAT:
-                raise ModuleError(
-                    f"{path} is no packed experts file: format {meta.get('format')!r}, expected {FORMAT!r}"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        sizes = LayerSizes(**json.loads(meta["sizes"]))
-        name, alpha, limit = json.loads(meta["activation"])
-        spec = ActivationSpec(activations.ACTIVATIONS[name], float(alpha), float(limit))
+        return parse_packed(path)
+    except MoEError:
+        raise
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, MoEError):
-            raise
         raise ModuleError(f"{path} is damaged or foreign ({error}); save it again") from error
+
+
+def parse_packed(path: Path) -> tuple[MicroKernel, LayerSizes, ActivationSpec, dict[str, Tensor]]:
+    with safetensors.safe_open(str(path), framework="pt") as file:
+        meta = file.metadata() or {}
+        if meta.get("format") != FORMAT:
+            raise ModuleError(f"{path} is no packed experts file: format {meta.get('format')!r}, expected {FORMAT!r}")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    sizes = LayerSizes(**json.loads(meta["sizes"]))
+    name, alpha, limit = json.loads(meta["activation"])
+    spec = ActivationSpec(activations.ACTIVATIONS[name], float(alpha), float(limit))
     kernel = kernels.by_name(meta.get("kernel", ""))
     if kernel is None:
         raise ModuleError(
@@ -193,11 +203,11 @@ def load_model(folder: str | Path, isa: str | None = None) -> Iterator[tuple[int
     """(layer index, packed experts) of a folder that `save_model` wrote, mapped one by one."""
     index = Path(folder) / "packed.json"
     try:
-        names = json.loads(index.read_text())["layers"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {int(i): Path(folder) / name for i, name in json.loads(index.read_text())["layers"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModuleError(f"{index}: no readable index of packed layers ({error}); write it with save_model") from error
-    for i, name in names.items():
-        yield int(i), PackedExperts.load(Path(folder) / name, isa)
+    for i, file in files.items():
+        yield i, PackedExperts.load(file, isa)
 
 
 __all__ = ["ExpertWeights", "PackedExperts", "load_model", "save_model"]
