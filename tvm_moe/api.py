@@ -99,7 +99,7 @@ def fused_moe(
         hidden_states: [T, H] bf16, f16 or f32, any strides.
         topk_weights: [T, k] floating; topk_ids: [T, k] int32 or int64, any strides. Ids outside [0, E) are skipped.
         apply_router_weight_on_input: multiply the input by the weight instead of the output (k = 1 only).
-        out: where to write, [T, H] of hidden_states' dtype; may not overlap the inputs.
+        out: where to write, [T, H] of hidden_states' dtype; may not overlap the inputs or itself.
 
     Returns: [T, H] of hidden_states' dtype (``out`` if given). Inference only: no gradient is recorded.
 
@@ -161,6 +161,8 @@ def check_out(out: Tensor, *inputs: Tensor) -> None:
         raise MoEError(f"out is {got}, expected {tuple(x.shape)} {x.dtype} on the CPU")
     if out.requires_grad:
         raise MoEError("out requires grad; this is inference only: pass a detached tensor")
+    if overlaps_itself(out):
+        raise MoEError(f"out overlaps itself in memory (strides {out.stride()}); pass a tensor that is not expanded")
     low, high = extent(out)
     for name, tensor in zip(("hidden_states", "topk_weights", "topk_ids"), inputs, strict=True):
         first, last = extent(tensor)
@@ -173,3 +175,13 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     first = tensor.data_ptr()
     span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return first, first + span * tensor.element_size()
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements may share memory, as in an expanded tensor."""
+    span = 1
+    for stride, n in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride < span:
+            return True
+        span += (n - 1) * stride
+    return False
