@@ -41,12 +41,12 @@ def tile_function(kernel: MicroKernel, arch: str, rows: int) -> tirx.PrimFunc:
 
 
 def with_prefetch(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Add a last parameter: where to prefetch from; the annotated K loop asks for its lines one K group after the other."""
-    ahead = tirx.Var("ahead", PointerType(PrimType("void")))
+    """Two more parameters, where to prefetch from and bytes per K group: the annotated K loop asks for its lines there."""
+    ahead, step = tirx.Var("ahead", PointerType(PrimType("void"))), tirx.Var("step", "int64")
 
     def insert(loop: tirx.For) -> tirx.For:
         lines = int(loop.annotations.get(PREFETCH, 0))
-        where = [loop.loop_var * (64 * lines) + 64 * line for line in range(lines)]
+        where = [loop.loop_var * step + 64 * line for line in range(lines)]
         calls = [tirx.Evaluate(prefetch(tirx.handle_add_byte_offset(ahead, at))) for at in where]
         return (
             tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, tirx.SeqStmt([*calls, loop.body]))
@@ -55,7 +55,7 @@ def with_prefetch(func: tirx.PrimFunc) -> tirx.PrimFunc:
         )
 
     body = tvm_ffi.structural_map(func.body, (tirx.For, insert))
-    return tirx.PrimFunc([*func.params, ahead], body, attrs=func.attrs)
+    return tirx.PrimFunc([*func.params, ahead, step], body, attrs=func.attrs)
 
 
 def prefetch(pointer: tirx.PrimExpr) -> tirx.PrimExpr:

@@ -8,8 +8,6 @@ from tvm.script import tirx as T
 from ...kernels import MicroKernel
 from .names import FIELDS, F, N
 
-SLICE_LINES = 2  # cache lines a tile prefetches per K group of the chunk that follows
-
 
 def panel(kernel: MicroKernel) -> tirx.PrimFunc:
     """All rows of a block against one panel: chunks of K outside, so that a chunk of the panel stays in L2.
@@ -20,7 +18,6 @@ def panel(kernel: MicroKernel) -> tirx.PrimFunc:
     """
     MR, NR = kernel.MR, kernel.NR
     k_bytes = kernel.group * kernel.itemsize
-    SLICES = -(-NR * k_bytes // (64 * SLICE_LINES))
     tile = N.tile
 
     @T.prim_func(private=True, s_tir=True)
@@ -34,20 +31,23 @@ def panel(kernel: MicroKernel) -> tirx.PrimFunc:
             groups: T.let = T.min(chunk, k_groups - k0)
             here: T.let = k0 * T.int64(NR * k_bytes)
             follows: T.let = T.if_then_else(k0 + groups == k_groups, ahead, here + groups * T.int64(NR * k_bytes))
-            slices: T.let = T.if_then_else(tiles == T.int64(1) or follows == T.int64(0), T.int64(0), T.int64(SLICES))
+            # Spread evenly over the tiles: memory then works all the time, not in bursts.
+            step: T.let = T.if_then_else(
+                tiles == T.int64(1) or follows == T.int64(0), T.int64(0), T.int64(NR * k_bytes) // tiles
+            )
             for i in range(tiles):
                 r0: T.let = n * i // tiles
                 r1: T.let = n * (i + T.int64(1)) // tiles
-                part: T.let = follows + i * groups * T.int64(64 * SLICE_LINES)
                 x_at: T.let = T.handle_add_byte_offset(x, k0 * T.int64(k_bytes))
                 w_at: T.let = T.handle_add_byte_offset(w, here)
                 ids: T.let = T.handle_add_byte_offset(rows, r0 * T.int64(4))
                 sums: T.let = T.handle_add_byte_offset(acc, r0 * T.int64(NR * 4))
-                next_w: T.let = T.handle_add_byte_offset(w, T.if_then_else(i < slices, part, here))
+                soon: T.let = T.if_then_else(step == T.int64(0), here, follows + i * groups * step)
+                next_w: T.let = T.handle_add_byte_offset(w, soon)
                 if c == T.int64(0):
-                    tile(r1 - r0, x_at, w_at, ids, start, sums, T.int64(0), x_ld, groups, T.int64(0), next_w)
+                    tile(r1 - r0, x_at, w_at, ids, start, sums, T.int64(0), x_ld, groups, T.int64(0), next_w, step)
                 else:
-                    tile(r1 - r0, x_at, w_at, ids, sums, sums, T.int64(0), x_ld, groups, T.int64(NR), next_w)
+                    tile(r1 - r0, x_at, w_at, ids, sums, sums, T.int64(0), x_ld, groups, T.int64(NR), next_w, step)
 
     return panel
 
