@@ -120,6 +120,36 @@ def verify(
     raise typer.Exit(0 if all(check.passed for _, check in checks) else 1)
 
 
+@app.command()
+def bench(
+    model: Annotated[list[str] | None, typer.Option(metavar="NAME,...", help="Default: qwen3-30b-a3b.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(metavar="H,I,E,k", help="Another layer, repeatable.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(metavar="int8,bf16", help="Default: both.")] = None,
+    tokens: Annotated[list[str] | None, typer.Option(metavar="1,16,64,256,1024", help="Default: these.")] = None,
+    routing: Annotated[list[str] | None, typer.Option(metavar="uniform,zipf,hot", help="Default: uniform.")] = None,
+    peers: Annotated[list[str] | None, typer.Option(metavar="zentorch,vllm,torch,hf", help="Default: none.")] = None,
+    threads: Threads = None,
+    isa: Isa = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer token counts and rounds: under five minutes.")] = False,
+    pack: Annotated[bool, typer.Option("--pack", help="Also the speed and the memory of packing.")] = False,
+    overheads: Annotated[bool, typer.Option("--overheads", help="Also fixed costs: import, load, calls.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Time layers beside peers and beside what this machine can do at most; check every output.
+
+    Lists take commas or the option again.
+    """
+    from .bench import command, run
+
+    report = command.bench(
+        model or (), shape or (), dtype or (), tokens or (), routing or (), peers or (), threads, isa, quick, pack,
+        overheads, to_stderr=json_file == "-",
+    )  # fmt: skip
+    if json_file is not None:
+        write_json(report, json_file)
+    raise typer.Exit(0 if run.passed(report) else 1)
+
+
 def with_json_value(args: list[str]) -> list[str]:
     """``--json`` that is last or before another option becomes ``--json=-``: typer has no optional values."""
     alone = [a == "--json" and b.startswith("-") and b != "-" for a, b in zip(args, [*args[1:], "--"], strict=True)]

@@ -44,8 +44,9 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def filename(kernel: MicroKernel | None, arch: str) -> str:
-    return f"{arch}-{kernel.key if kernel else 'cpu'}.so"
+def filename(kernel: MicroKernel | None, arch: str, kind: str = "") -> str:
+    """``kind``: "" for the layer's functions, "-probe" for those that measure the machine."""
+    return f"{arch}-{kernel.key if kernel else 'cpu'}{kind}.so"
 
 
 def cache_folder() -> Path:
@@ -105,6 +106,11 @@ def find(kernel: MicroKernel) -> Path:
     return _find(kernel, lambda path, arch: _build(kernel, path, arch))
 
 
+def find_probe(kernel: MicroKernel) -> Path:
+    """The module that measures what this machine does at most with ``kernel``'s instruction (the benchmark's)."""
+    return _find(kernel, lambda path, arch: _build_probe(kernel, path, arch), "-probe")
+
+
 def find_cpu() -> Path:
     """The tiny library that reads CPUID and XGETBV."""
     return _find(None, _build_cpu)
@@ -121,16 +127,16 @@ def places(name: str) -> list[Path]:
     return [folder / name for folder in folders]
 
 
-def existing(kernel: MicroKernel | None) -> Path | None:
+def existing(kernel: MicroKernel | None, kind: str = "") -> Path | None:
     """The file that serves ``kernel`` here, None where it would have to be built; not checked yet."""
-    found = (path for path in places(filename(kernel, isa.machine())) if path.with_suffix(".json").exists())
+    found = (path for path in places(filename(kernel, isa.machine(), kind)) if path.with_suffix(".json").exists())
     return next(found, None)
 
 
-def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object]) -> Path:
-    path = existing(kernel)
+def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object], kind: str = "") -> Path:
+    path = existing(kernel, kind)
     if path is None:
-        path = places(filename(kernel, isa.machine()))[-1]
+        path = places(filename(kernel, isa.machine(), kind))[-1]
         make_folder(path.parent)
         build(path, isa.machine())
     if path.parent != PACKAGED:
@@ -188,6 +194,13 @@ def _build(kernel: MicroKernel, path: Path, arch: str) -> None:
     from .compiler import build
 
     build.export(kernel, arch, path)
+
+
+def _build_probe(kernel: MicroKernel, path: Path, arch: str) -> None:
+    require_compiler(f"the probes of {arch}-{kernel.key}")
+    from .compiler import build, probe
+
+    build.export(kernel, arch, path, probe.build_ir)
 
 
 def _build_cpu(path: Path, arch: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import tvm
@@ -17,6 +18,7 @@ from . import launcher
 from .module import build_ir
 from .pipeline import PIPELINE
 
+Functions = Callable[[MicroKernel, str], tvm.IRModule]
 LINKERS = {"x86_64": ("x86_64-linux-gnu-gcc", "cc", "gcc", "clang"), "aarch64": ("aarch64-linux-gnu-gcc",)}
 
 
@@ -28,9 +30,9 @@ def target(kernel: MicroKernel, arch: str) -> tvm.target.Target:
     return tvm.target.Target(options)
 
 
-def compile_kernel(kernel: MicroKernel, arch: str) -> tvm.runtime.Executable:
+def compile_kernel(kernel: MicroKernel, arch: str, functions: Functions = build_ir) -> tvm.runtime.Executable:
     """All functions of the row, compiled in memory."""
-    return tvm.compile(build_ir(kernel, arch), tir_pipeline=PIPELINE, target=target(kernel, arch))
+    return tvm.compile(functions(kernel, arch), tir_pipeline=PIPELINE, target=target(kernel, arch))
 
 
 def linker(arch: str) -> str:
@@ -52,9 +54,9 @@ def launcher_object(arch: str, folder: Path) -> Path:
     return made
 
 
-def export(kernel: MicroKernel, arch: str, path: Path) -> Path:
+def export(kernel: MicroKernel, arch: str, path: Path, functions: Functions = build_ir) -> Path:
     """Build the module of a row into ``path`` and its manifest; beside it first, then renamed: no one sees half a file."""
-    executable = compile_kernel(kernel, arch)
+    executable = compile_kernel(kernel, arch, functions)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as work:
         made = Path(work, "module.so")
         executable.export_library(str(made), addons=[str(launcher_object(arch, Path(work)))], cc=linker(arch))

@@ -1,0 +1,6 @@
+"""The benchmark: our layers and those of peers in turn, beside what the machine can do at most.
+
+`run` is the whole; a side (`peers`) lives in a process of its own (`worker`, driven by `remote`), all draw the same
+weights (`layers`) and routing (`routing`), `timing` lets them take turns, `checks` compares their outputs, `probes` and
+`roofline` tell the limit, `report` shows it. `packing` and `overheads` measure what is not a layer's call.
+"""

@@ -1,0 +1,89 @@
+"""The limits of this machine, by TVM-built probe kernels (compiler/probe): one small module a row of the kernel table."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import numpy as np
+
+from .. import isa, modules
+from ..kernels import MicroKernel
+from ..runtime import Library
+from .roofline import Limits
+
+PEAK_BYTES = 24 << 10  # panel and rows together, within the smallest L1
+PEAK_SECONDS = 0.005
+STEP = 512  # bytes a thread reads before it adds the next ones to the same accumulators
+
+
+class Probe(Library):
+    """The probe module of one row."""
+
+    def __init__(self, kernel: MicroKernel) -> None:
+        super().__init__(modules.find_probe(kernel), ("peak", "stream"))
+        self.kernel = kernel
+
+    def peak(self, threads: int, repetitions: int = 5) -> float:
+        """Operations a second of the row's full tile on a panel in L1: the best of some repetitions."""
+        k = self.kernel
+        unit = k.group * k.itemsize
+        groups = PEAK_BYTES // ((k.MR + k.NR) * unit)
+        x, w = (aligned(n * groups * unit) for n in (k.MR, k.NR))
+        rows, sums = np.arange(k.MR, dtype=np.int32), aligned(threads * k.MR * k.NR * 4)
+        operations = 2 * k.MR * k.NR * groups * k.group * threads
+
+        def run(repeats: int) -> None:
+            self.functions["peak"](*map(pointer, (x, w, rows, sums)), groups, repeats, threads)
+
+        repeats = max(1, int(20 * PEAK_SECONDS / seconds(partial(run, 20))))
+        return operations * repeats / min(seconds(partial(run, repeats)) for _ in range(repetitions))
+
+    def bandwidth(self, data: np.ndarray, threads: int, repetitions: int = 5) -> float:
+        """Bytes a second that all threads together read from ``data``: the best of some repetitions."""
+        steps = data.nbytes // STEP // threads
+        sums = aligned(threads * 64)
+
+        def run() -> None:
+            self.functions["stream"](pointer(data), pointer(sums), steps, threads)
+
+        return steps * STEP * threads / min(seconds(run) for _ in range(repetitions))
+
+
+class Probes:
+    """The rows of some dtypes, and the buffer that the bandwidth probe reads (4 times the L3 at least)."""
+
+    def __init__(self, dtypes: Iterable[str], level: str | None, l3_bytes: int, stream_bytes: int) -> None:
+        self.rows = {dtype: Probe(isa.choose(dtype, level).kernel) for dtype in dtypes}
+        self.data = aligned(max(stream_bytes, 4 * l3_bytes))
+
+    def measure(self, threads: int) -> Limits:
+        reader = next(iter(self.rows.values()))
+        peaks = {dtype: probe.peak(threads) for dtype, probe in self.rows.items()}
+        return Limits(peaks, reader.bandwidth(self.data, threads))
+
+
+def best(*limits: Limits) -> Limits:
+    """The highest of each: a limit is what was reached, however briefly."""
+    peaks = {dtype: max(x.peak[dtype] for x in limits) for dtype in limits[0].peak}
+    return Limits(peaks, max(x.bandwidth for x in limits))
+
+
+def aligned(size: int) -> np.ndarray:
+    """``size`` zero bytes at a cache line, written once, so that they are pages of their own."""
+    raw = np.empty(size + 64, np.uint8)
+    raw[:] = 0
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size]
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def seconds(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

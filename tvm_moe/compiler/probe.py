@@ -1,0 +1,85 @@
+"""Probe kernels: the most this CPU computes with a row's instruction, and the most it reads from memory."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import tirx
+from tvm.ir import GlobalVar, StringImm
+from tvm.script import tirx as T
+
+from tvm_moe.schedules import style
+
+from ..kernels import MicroKernel
+from . import compute, intrin
+from .driver.names import N
+from .module import scheduled
+
+LANES, VECTORS = 16, 8  # a stream step: 8 vectors of 16 int32, 512 bytes, each with an accumulator of its own
+
+
+def bare_tile(kernel: MicroKernel, arch: str) -> tirx.PrimFunc:
+    """The row's full tile as its schedule makes it, without prefetches."""
+    func = scheduled(compute.gemm_tile(kernel, kernel.MR), style(kernel.style)(kernel, arch, kernel.MR).apply)
+    text = intrin.family(kernel.intrinsic).llvm_ir(kernel.mcpu(arch)) if kernel.intrinsic else ""
+    if not text:
+        return func
+    return func.with_body(tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", StringImm(text), func.body))
+
+
+def peak(kernel: MicroKernel) -> tirx.PrimFunc:
+    """Every thread runs the full tile ``repeats`` times on one panel that stays in L1; each time continues the sums."""
+    tile, MR, NR = N.tile, kernel.MR, kernel.NR
+
+    @T.prim_func(s_tir=True)
+    def peak(
+        x: T.handle, w: T.handle, rows: T.handle, acc: T.handle, k_groups: T.int64, repeats: T.int64, threads: T.int64
+    ) -> None:
+        T.func_attr({"global_symbol": "peak"})
+        T.evaluate(T.call_extern("int32", "moe_set_threads", T.Cast("int32", threads)))
+        for th in T.parallel(threads):
+            mine: T.let = T.handle_add_byte_offset(acc, th * T.int64(MR * NR * 4))
+            for _ in range(repeats):
+                tile(
+                    x, w, rows, mine, mine,
+                    T.int64(MR), k_groups * T.int64(kernel.group), k_groups, T.int64(NR),
+                )  # fmt: skip
+
+    return peak
+
+
+def stream(kernel: MicroKernel) -> tirx.PrimFunc:
+    """Every thread adds up a contiguous share of ``data``, int32 [threads, steps, 8, 16]; sums, int32 [threads, 16]."""
+
+    @T.prim_func(s_tir=True)
+    def stream(data: T.handle("int32"), sums: T.handle("int32"), steps: T.int64, threads: T.int64) -> None:
+        T.func_attr({"global_symbol": "stream"})
+        D = T.decl_buffer((threads, steps, VECTORS, LANES), "int32", data=data)
+        S = T.decl_buffer((threads, LANES), "int32", data=sums)
+        T.evaluate(T.call_extern("int32", "moe_set_threads", T.Cast("int32", threads)))
+        for th in T.parallel(threads):
+            total = T.alloc_buffer((VECTORS, LANES), "int32", scope="local")
+            for v in T.unroll(VECTORS):
+                for i in T.vectorized(LANES):
+                    total[v, i] = 0
+            for step in range(steps):
+                for v in T.unroll(VECTORS):
+                    for i in T.vectorized(LANES):
+                        total[v, i] = total[v, i] + D[th, step, v, i]
+            for v in T.unroll(VECTORS - 1):
+                for i in T.vectorized(LANES):
+                    total[0, i] = total[0, i] + total[v + 1, i]
+            for i in T.vectorized(LANES):
+                S[th, i] = total[0, i]
+
+    return stream
+
+
+def build_ir(kernel: MicroKernel, arch: str) -> tvm.IRModule:
+    """The probes of one row of the table; needs the launcher as every module does."""
+    return tvm.IRModule(
+        {
+            N.tile: bare_tile(kernel, arch),
+            GlobalVar("peak"): peak(kernel),
+            GlobalVar("stream"): stream(kernel),
+        }
+    )
