@@ -70,9 +70,9 @@ def write_manifest(path: Path, kernel: MicroKernel | None, arch: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder from which somebody else could make us load code."""
+    """Refuse a folder from which somebody else could make us load code; a sticky one lets others add files, too."""
     status = folder.stat()
-    if status.st_mode & 0o022 and not status.st_mode & 0o1000:
+    if status.st_mode & 0o022:
         raise ModuleError(f"refusing to load modules from {folder}: others can write to it; run chmod go-w {folder}")
     if status.st_uid not in (0, os.getuid()):
         raise ModuleError(f"refusing to load modules from {folder}: it belongs to user {status.st_uid}, not to you")
