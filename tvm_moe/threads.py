@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .errors import MoEError, SlowPathWarning
 
+CGROUP_ROOT, CGROUP_LISTING = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _explicit: int | None = None
 _forked = False
 _said: set[str] = set()
@@ -55,7 +56,7 @@ def requested() -> int:
 def quota() -> int:
     """CPUs the cgroup allows (cpu.max of version 2, cfs_quota of version 1), rounded up; no limit where unset."""
     limits = [sys.maxsize]
-    for folder in cgroup_folders(Path("/proc/self/cgroup")):
+    for folder in cgroup_folders(CGROUP_LISTING):
         try:
             amount, period = (folder / "cpu.max").read_text().split()
         except (OSError, ValueError):
@@ -77,10 +78,12 @@ def cgroup_folders(listing: Path) -> list[Path]:
     except OSError:
         return []
     for line in lines:
+        if line.count(":") < 2:
+            continue
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        root = Path("/sys/fs/cgroup") / ("cpu" if controllers else "")
+        root = CGROUP_ROOT / ("cpu" if controllers else "")
         leaf = root / path.lstrip("/")
         folders += [leaf, *(p for p in leaf.parents if p == root or root in p.parents)]
     return folders
