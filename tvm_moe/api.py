@@ -106,24 +106,25 @@ def fused_moe(
     Raises: MoEError where shapes, dtypes, devices or overlap do not fit; nothing has been written then.
     """
     check_call(hidden_states, experts, topk_weights, topk_ids, apply_router_weight_on_input)
-    x = hidden_states.detach()
-    if x.dtype == torch.float16:
-        x = x.float()  # exact; the f32 result is rounded to f16 once
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        x = x.contiguous()
-    # The device is named because a caller may have made another one the default.
-    result = out if out is not None else torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device="cpu")
     if out is not None:
         check_out(out, hidden_states, topk_weights, topk_ids)
-    if x.shape[0] == 0:
-        return result
+    # The device is named because a caller may have made another one the default.
+    result = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device="cpu") if out is None else out
+    if topk_ids.numel() == 0:
+        return result.zero_()
+    x = prepared(hidden_states)
     direct = result.dtype == x.dtype and (result.stride(1) == 1 or result.shape[1] == 1)
     target = result if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    weights = topk_weights.detach().to(torch.float32).contiguous()
-    if topk_ids.shape[1] == 0:
-        return result.zero_()
-    experts.layer.run(x, target, weights, topk_ids.contiguous(), apply_router_weight_on_input)
+    weights = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.detach().float()
+    experts.layer.run(x, target, weights.contiguous(), topk_ids.contiguous(), apply_router_weight_on_input)
     return result if direct else result.copy_(target)
+
+
+def prepared(x: Tensor) -> Tensor:
+    """``x`` as the module reads it: rows contiguous, f16 widened to f32 (exact; the f32 result is rounded to f16 once)."""
+    if x.dtype == torch.float16:
+        x = x.detach().float()
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.detach().contiguous()
 
 
 def check_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, on_input: bool) -> None:

@@ -1,15 +1,16 @@
 """The plan of a call: every size, split and scratch offset the compiled driver needs, as one array of int64.
 
 Both halves read `Field`: the driver (compiler/driver) indexes the array with it, the runtime fills it in. Plain integers;
-a plan depends only on sizes and the thread count, so it is cached and steady-state calls compute nothing.
+a plan depends only on sizes and the thread count, so a layer caches its plans and steady-state calls compute nothing.
 """
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from functools import lru_cache
+from functools import cached_property
 
 from .kernels import MicroKernel
 
@@ -97,9 +98,9 @@ class Plan:
     values: array[int]
     scratch_bytes: int
 
-    @property
-    def address(self) -> int:
-        return self.values.buffer_info()[0]
+    @cached_property
+    def pointer(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.values.buffer_info()[0])
 
     def __getitem__(self, field: Field) -> int:
         return self.values[field]
@@ -140,7 +141,6 @@ def even_chunk(groups: int, most: int) -> int:
     return max(1, -(-groups // max(1, -(-groups // most))))
 
 
-@lru_cache(maxsize=1024)
 def make(
     kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int, x_stride: int, out_stride: int
 ) -> Plan:
