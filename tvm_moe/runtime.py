@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from . import modules, plan, threads
 from .activations import ActivationSpec
 from .errors import ModuleError
 from .kernels import MicroKernel
-from .plan import LayerSizes
+from .plan import LayerSizes, Plan
 
 X_CODES = {"bfloat16": 0, "uint16": 0, "float32": 1}  # storage of hidden_states and output; uint16 holds bf16
+PLANS = 1024  # cached per layer; a server sees as many token counts at most
 ARRAYS = ("w13", "start13", "scale13", "bias13", "w2", "start2", "scale2", "bias2")
 
 
@@ -69,8 +69,9 @@ def address(array: Any) -> int:
     return tvm_ffi.from_dlpack(array).data_ptr()
 
 
-def dtype_name(array: Any) -> str:
-    return str(array.dtype).rsplit(".", 1)[-1]
+def dtype_name(dtype: Any) -> str:
+    """ "float32" of torch.float32 and of numpy's alike."""
+    return str(dtype).rsplit(".", 1)[-1]
 
 
 class Scratch(threading.local):
@@ -89,18 +90,29 @@ class Scratch(threading.local):
 _scratch = Scratch()
 
 
-@dataclass(frozen=True)
 class Layer:
     """A packed layer as the module sees it: the row that packed it, its sizes, its arrays (`ARRAYS`, kept alive here)."""
 
-    kernel: MicroKernel
-    sizes: LayerSizes
-    activation: ActivationSpec
-    arrays: dict[str, Any]
-    _pointers: tuple[ctypes.c_void_p, ...] = field(init=False, repr=False)
+    def __init__(
+        self, kernel: MicroKernel, sizes: LayerSizes, activation: ActivationSpec, arrays: dict[str, Any]
+    ) -> None:
+        self.kernel, self.sizes, self.activation, self.arrays = kernel, sizes, activation, arrays
+        self._pointers = tuple(ctypes.c_void_p(address(arrays[name])) for name in ARRAYS)
+        self._epilogue = activation.kind.code, activation.alpha, activation.limit
+        self._plans: dict[tuple[int, ...], Plan] = {}
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_pointers", tuple(ctypes.c_void_p(address(self.arrays[n])) for n in ARRAYS))
+    def plan(self, *call: int) -> Plan:
+        """The cached plan of (tokens, top_k, threads, row stride of x, of out)."""
+        found = self._plans.get(call)
+        if found is None:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
+            found = self._plans[call] = plan.make(self.kernel, self.sizes, *call)
+        return found
+
+    @cached_property
+    def module(self) -> Module:
+        return load(self.kernel)
 
     def run(
         self, x: Any, out: Any, weights: Any, ids: Any, on_input: bool = False, module: Module | None = None
@@ -111,16 +123,24 @@ class Layer:
         [T, k]; weights and ids contiguous. The caller has checked all that (`api`); nothing is checked here.
         ``module`` serves instead of the one `load` finds.
         """
-        module = module or load(self.kernel)
-        (tokens, top_k), width = ids.shape, X_CODES[dtype_name(x)]
-        p = plan.make(self.kernel, self.sizes, tokens, top_k, module.threads(), row_stride(x), row_stride(out))
+        module = module or self.module
+        p = self.plan(*ids.shape, module.threads(), row_stride(x), row_stride(out))
         pointer = ctypes.c_void_p
         module.moe(
             pointer(address(x)), pointer(address(out)), pointer(address(weights)), pointer(address(ids)),
-            *self._pointers, _scratch.pointer(p.scratch_bytes), pointer(p.address),
-            width, dtype_name(ids) == "int64", on_input,
-            self.activation.kind.code, self.activation.alpha, self.activation.limit,
+            *self._pointers, _scratch.pointer(p.scratch_bytes), p.pointer,
+            x_code(x.dtype), ids_wide(ids.dtype), on_input, *self._epilogue,
         )  # fmt: skip
+
+
+@cache
+def x_code(dtype: Any) -> int:
+    return X_CODES[dtype_name(dtype)]
+
+
+@cache
+def ids_wide(dtype: Any) -> bool:
+    return dtype_name(dtype) == "int64"
 
 
 def row_stride(array: Any) -> int:
