@@ -66,7 +66,25 @@ def address(array: Any) -> int:
         return array.data_ptr()
     if isinstance(array, np.ndarray):
         return array.ctypes.data
-    return tvm_ffi.from_dlpack(array).data_ptr()
+    return dlpack_address(array)
+
+
+class DLTensor(ctypes.Structure):
+    """The head of dlpack.h's struct: tensors of older tvm_ffi (0.1.11) do not tell their address."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+def dlpack_address(array: Any) -> int:
+    """The address in a DLPack capsule, which lives no longer than this call; the array must."""
+    capsule, unwrap = array.__dlpack__(), ctypes.pythonapi.PyCapsule_GetPointer
+    unwrap.restype, unwrap.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    tensor = DLTensor.from_address(unwrap(capsule, b"dltensor"))
+    return tensor.data + tensor.byte_offset
 
 
 def dtype_name(dtype: Any) -> str:
