@@ -19,7 +19,7 @@ ITEMS_PER_THREAD = 24  # work items a stage should offer each thread, so that th
 CHUNK_BYTES = 256 << 10  # K chunk of a panel that stays in L2 while the rows of a block pass
 Y_RING_BYTES = 8 << 20  # down projection results waiting to be combined: what may stay in L3
 PREPARE_ROWS = 8  # rows per quantization item
-PACK_UNITS = 128  # K groups that packing converts before it transposes them: NR columns of them fit L1 or nearly
+PACK_UNITS = 256  # K groups that packing converts before it transposes them: rows stream from memory, NR of them fit L2
 
 
 class Field(IntEnum):
@@ -185,3 +185,13 @@ def make(
 
 # Layout of the synchronization area (int64 each; counters that threads fight over have a cache line of their own).
 SYNC_TICKET, SYNC_PREPARED, SYNC_BLOCK_COUNT, SYNC_BLOCKS = 0, 8, 16, 24
+
+
+def pack_row(kernel: MicroKernel) -> int:
+    """Operands between two columns of the chunk: a cache line more than they hold, or all would share few cache sets."""
+    return PACK_UNITS * kernel.group + 64 // kernel.itemsize
+
+
+def pack_temp_bytes(kernel: MicroKernel) -> int:
+    """Working memory packing needs per thread: the chunk, and where each column's source row starts (int64)."""
+    return kernel.NR * (pack_row(kernel) * kernel.itemsize + 8)
