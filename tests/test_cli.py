@@ -37,6 +37,7 @@ def test_parse_layers():
     assert cli.parse_layers(None) is None
 
 
+@pytest.mark.filterwarnings("default::tvm_moe.errors.SlowPathWarning")
 def test_warnings_are_notes(monkeypatch, tmp_path):
     def warn(path):
         warnings.warn("building something", SlowPathWarning, stacklevel=1)
