@@ -147,7 +147,9 @@ def columns(panels: int, NR: int, half: int, valid: int, row_step: int, part_ste
 
 def fill(out: Tensor, vector: Tensor, column: Tensor) -> None:
     """A per-channel vector [N] or [N, 1] in packed order [panels, NR]; padding columns are zero."""
-    padded = torch.cat((vector.detach().reshape(-1).float(), torch.zeros(1, device="cpu")))  # index -1 is the zero at the end
+    padded = torch.cat(
+        (vector.detach().reshape(-1).float(), torch.zeros(1, dtype=torch.float32, device="cpu"))
+    )  # index -1 is the zero at the end
     torch.take(padded, torch.where(column < 0, len(padded) - 1, column), out=out)
 
 
