@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tvm_moe import ModuleError, SlowPathWarning, isa, kernels, modules, runtime
+from tvm_moe import ModuleError, SlowPathWarning, isa, kernels, manifest, modules, runtime
 from tvm_moe.compiler import build
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +48,7 @@ def put(built, folder, name=NAME):
     return folder / name
 
 
-def manifest(path, **changes):
+def rewrite_manifest(path, **changes):
     file = path.with_suffix(".json")
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -81,7 +81,7 @@ def test_a_module_is_served_as_it_was_built(built, places):
         (lambda p: p.with_suffix(".json").write_text("null"), "no readable manifest"),
         (lambda p: p.with_suffix(".json").write_bytes(b"\xff\xfe\x00"), "no readable manifest"),
         (lambda p: p.with_suffix(".json").write_text('{"sha256": "0"}'), "no readable manifest .*'stamp'"),
-        (lambda p: manifest(p, stamp="0123"), "built for another version of tvm_moe .*stamp 0123, expected"),
+        (lambda p: rewrite_manifest(p, stamp="0123"), "built for another version of tvm_moe .*stamp 0123, expected"),
     ],
 )
 def test_damaged_files_are_refused(built, places, place, damage, message):
@@ -114,9 +114,9 @@ def test_files_that_cannot_be_loaded(built, tmp_path, content):
     """Whole as far as their manifest knows: no library, half a library, a library of other functions."""
     path = tmp_path / NAME
     path.write_bytes(content(built) if callable(content) else content)
-    modules.write_manifest(path, GENERIC, ARCH)
+    manifest.write_manifest(path, GENERIC, ARCH)
     with pytest.raises(ModuleError, match=r"cannot be loaded as a tvm_moe module: .*build it again"):
-        runtime.Module(modules.check(path, GENERIC))
+        runtime.Module(manifest.check(path, GENERIC))
 
 
 @pytest.mark.parametrize("place", [0, 2])
@@ -237,11 +237,10 @@ def test_without_module_and_compiler_the_error_says_what_to_do(tmp_path):
 
 
 def test_stamps_and_cache_keys_do_not_change_between_processes():
-    code = (
-        "from tvm_moe import kernels, modules; print([modules.stamp(k) for k in kernels.TABLE], modules.source_hash())"
-    )
+    shown = "[manifest.stamp(k) for k in kernels.TABLE], modules.source_hash()"
+    code = f"from tvm_moe import kernels, manifest, modules; print({shown})"
     seen = {python(code, PYTHONHASHSEED=seed).stdout for seed in ("0", "1", "2")}
-    assert seen == {f"{[modules.stamp(k) for k in kernels.TABLE]} {modules.source_hash()}\n"}
+    assert seen == {f"{[manifest.stamp(k) for k in kernels.TABLE]} {modules.source_hash()}\n"}
 
 
 def test_the_cache_key_is_that_of_the_sources(monkeypatch, tmp_path):

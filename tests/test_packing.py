@@ -98,7 +98,7 @@ def test_quantization_is_that_of_the_reference_bit_for_bit(int8_kernel, kind):
     w[0, 4] *= torch.finfo(w.dtype).max / 8
     packed = case.pack(int8_kernel)
     for e in range(2):
-        got = packing.unpack(packed, e)
+        got = packing.unpack(packed.layer, e)
         for name, w in (("w13", case.w13), ("w2", case.w2)):
             q, scale = reference.quantize_weight(w[e])
             assert torch.equal(getattr(got, name), q)
@@ -109,7 +109,7 @@ def test_conversion_to_bf16_is_that_of_torch(bf16_kernel):
     bits = torch.arange(0, 2**32, 104_729, dtype=torch.int64).to(torch.uint32).view(torch.float32)
     w13 = bits[: 2 * 64 * 300].reshape(1, 128, 300)
     case = make_case(E=1, H=300, I=64).but(w13=w13, w2=torch.zeros(1, 300, 64))
-    got, want = packing.unpack(case.pack(bf16_kernel), 0).w13, w13[0].bfloat16()
+    got, want = packing.unpack(case.pack(bf16_kernel).layer, 0).w13, w13[0].bfloat16()
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got[~want.isnan()], want[~want.isnan()])
 
@@ -123,7 +123,7 @@ def test_unpacking_gives_back_what_was_packed(kernel, options, H, I):
     if options.get("interleaved"):
         order = torch.cat([order[0::2], order[1::2]])
     for e in range(2):
-        got = packing.unpack(packed, e)
+        got = packing.unpack(packed.layer, e)
         assert torch.equal(got.w13, case.w13[e, order])
         assert torch.equal(got.w2, case.w2[e])
         for name in ("w13_bias", "w2_bias", "w13_scale", "w2_scale"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import ACTIVATION_OPTIONS, assert_matches_reference, make_case
 from tests.test_layer import LAYOUTS, STORED, strided
-from tvm_moe import isa, kernels, packing
+from tvm_moe import PackedExperts, isa, kernels, packing
 
 EXECUTABLE = [k for k in kernels.TABLE if isa.executable(k)[0]]
 SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -74,7 +74,7 @@ def test_experts_may_be_renumbered(drawn, data):
 def test_unpacked_experts_pack_to_the_same_layer(drawn):
     kernel, case, _ = drawn
     packed = case.pack(kernel)
-    again = packing.repack(packed, kernel)
+    again = PackedExperts(packing.repack(packed.layer, kernel))
     for name, array in packed.layer.arrays.items():
         if not name.startswith("scale"):  # padding columns of quantized scales may differ, nothing reads them
             assert torch.equal(again.layer.arrays[name], array)

@@ -56,7 +56,7 @@ def test_a_failed_save_leaves_the_old_file(kernel, tmp_path, monkeypatch):
         Path(file).write_text("half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("tvm_moe.experts.save_file", full)
+    monkeypatch.setattr("tvm_moe.packed_file.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         packed.save(path)
     assert [p.name for p in tmp_path.iterdir()] == ["layer.safetensors"]

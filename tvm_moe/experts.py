@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import torch
-from safetensors.torch import save_file
-
-from . import activations, isa, kernels
-from .activations import ActivationSpec
-from .errors import ModuleError, MoEError
+from . import activations, isa, packed_file
+from .errors import ModuleError
 from .kernels import MicroKernel
-from .plan import LayerSizes
-from .runtime import ARRAYS, Layer
-
-Tensor = torch.Tensor
-FORMAT = "tvm_moe packed experts 1"
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """One expert as stored: w13 [2I, H] ([I, H] without gate), w2 [H, I], any strides; scales and biases [N] or None."""
-
-    w13: Tensor
-    w2: Tensor
-    w13_scale: Tensor | None = None
-    w2_scale: Tensor | None = None
-    w13_bias: Tensor | None = None
-    w2_bias: Tensor | None = None
+from .packed_file import FORMAT
+from .packing import ExpertWeights, Packer, repack
+from .runtime import Layer
 
 
 class PackedExperts:
     """The experts of one layer, packed for one ISA level and dtype; immutable. Made by `pack_experts` or `load`."""
 
-    __slots__ = ("_tensors", "layer")
+    __slots__ = ("layer",)
     layer: Layer
-    _tensors: dict[str, Tensor]
 
-    def __init__(self, kernel: MicroKernel, sizes: LayerSizes, activation: ActivationSpec, tensors: dict[str, Tensor]):
-        object.__setattr__(self, "_tensors", tensors)
-        object.__setattr__(self, "layer", Layer(kernel, sizes, activation, tensors))
+    def __init__(self, layer: Layer) -> None:
+        object.__setattr__(self, "layer", layer)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"PackedExperts is immutable: cannot set {name}")
@@ -81,7 +58,7 @@ class PackedExperts:
     @property
     def nbytes(self) -> int:
         """Bytes of all packed tensors, scales and biases included."""
-        return sum(t.numel() * t.element_size() for t in self._tensors.values())
+        return sum(t.numel() * t.element_size() for t in self.layer.arrays.values())
 
     def __repr__(self) -> str:
         return (
@@ -107,38 +84,24 @@ class PackedExperts:
         progress: Callable[[int], None] | None = None,
     ) -> PackedExperts:
         """Pack experts one at a time as they come: memory is the packed layer and one expert. ``progress(e)`` after each."""
-        from .packing import Packer
-
         spec = activations.resolve(activation, alpha, limit)
         packer = Packer(dtype, num_experts, hidden_size, intermediate_size, spec, interleaved, isa)
         for e, expert in enumerate(experts):
             packer.add(e, expert)
             if progress is not None:
                 progress(e)
-        return packer.finish()
+        return cls(packer.finish())
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file that `load` maps back without repacking; whole or not at all, even over itself."""
-        meta = {
-            "format": FORMAT,
-            "kernel": self.layer.kernel.name,
-            "sizes": json.dumps(asdict(self.layer.sizes)),
-            "activation": json.dumps([self.activation, self.layer.activation.alpha, str(self.layer.activation.limit)]),
-        }
-        path = Path(path)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".save-") as work:
-            made = Path(work, "packed")
-            save_file(dict(self._tensors), str(made), metadata=meta)
-            made.replace(path)
+        packed_file.write(self.layer, Path(path))
 
     @classmethod
     def load(cls, path: str | Path, isa: str | None = None) -> PackedExperts:
         """Map a file that `save` wrote. Packed for a level this CPU cannot execute (or other than ``isa``): repacked."""
-        from .packing import repack
-
-        packed = cls(*read_packed(Path(path)))
-        choice = isa_choice(packed.layer.kernel, isa)
-        return packed if choice is packed.layer.kernel else repack(packed, choice)
+        layer = packed_file.read(Path(path))
+        wanted = isa_choice(layer.kernel, isa)
+        return cls(layer if wanted is layer.kernel else repack(layer, wanted))
 
 
 def isa_choice(packed_for: MicroKernel, level: str | None) -> MicroKernel:
@@ -146,47 +109,6 @@ def isa_choice(packed_for: MicroKernel, level: str | None) -> MicroKernel:
     if level is not None:
         return isa.choose(packed_for.dtype, level).kernel
     return packed_for if isa.executable(packed_for)[0] else isa.choose(packed_for.dtype).kernel
-
-
-def read_packed(path: Path) -> tuple[MicroKernel, LayerSizes, ActivationSpec, dict[str, Tensor]]:
-    """Metadata and memory-mapped tensors of a packed file; a ModuleError names what is wrong with it."""
-    if not path.is_file():
-        raise ModuleError(f"no packed experts file {path}")
-    try:
-        return parse_packed(path)
-    except MoEError:
-        raise
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ModuleError(f"{path} is damaged or foreign ({error}); save it again") from error
-
-
-def parse_packed(path: Path) -> tuple[MicroKernel, LayerSizes, ActivationSpec, dict[str, Tensor]]:
-    with safetensors.safe_open(str(path), framework="pt") as file:
-        meta = file.metadata() or {}
-        if meta.get("format") != FORMAT:
-            raise ModuleError(f"{path} is no packed experts file: format {meta.get('format')!r}, expected {FORMAT!r}")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    sizes = LayerSizes(**json.loads(meta["sizes"]))
-    name, alpha, limit = json.loads(meta["activation"])
-    spec = ActivationSpec(activations.ACTIVATIONS[name], float(alpha), float(limit))
-    kernel = kernels.by_name(meta.get("kernel", ""))
-    if kernel is None:
-        raise ModuleError(
-            f"{path} was packed for {meta.get('kernel')!r}, which this version does not have; save it again"
-        )
-    check_tensors(path, kernel, sizes, tensors)
-    return kernel, sizes, spec, tensors
-
-
-def check_tensors(path: Path, kernel: MicroKernel, sizes: LayerSizes, tensors: dict[str, Tensor]) -> None:
-    """Shapes of a packed file must be those its metadata implies: the kernels trust them."""
-    from .packing import shapes
-
-    expected = shapes(kernel, sizes)
-    for name in ARRAYS:
-        got = tuple(tensors[name].shape) if name in tensors else None
-        if got != expected[name][0] or tensors[name].dtype != expected[name][1]:
-            raise ModuleError(f"{path}: tensor {name} is {got}, expected {expected[name]}; save it again")
 
 
 def save_model(folder: str | Path, layers: dict[int, PackedExperts]) -> None:

@@ -16,12 +16,8 @@ from functools import cache
 
 from . import kernels
 from .errors import UnsupportedISAError
-from .kernels import MicroKernel
+from .kernels import LADDER, MicroKernel, machine
 
-LADDER = {
-    "x86_64": ("generic", "avx2", "avxvnni", "avx512_vnni", "amx"),
-    "aarch64": ("generic", "dotprod", "i8mm_bf16"),
-}
 ENVIRONMENT = "TVM_MOE_ISA"
 
 # name -> (leaf, subleaf, register 0..3 = eax..edx, bit, XCR0 bits the operating system must have enabled)
@@ -55,14 +51,6 @@ class Choice:
 
     kernel: MicroKernel
     rejected: tuple[tuple[MicroKernel, str], ...]
-
-
-def machine() -> str:
-    """This machine's architecture as the ladder names it."""
-    arch = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
-    if arch not in LADDER:
-        raise UnsupportedISAError(f"architecture {arch!r} is not supported; expected one of {sorted(LADDER)}")
-    return arch
 
 
 @cache

@@ -9,10 +9,15 @@ changes it. In a gate/up matrix a panel holds NR/2 gate columns, then the NR/2 u
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 
-from .errors import MoEError
+from .errors import MoEError, UnsupportedISAError
 
+LADDER = {
+    "x86_64": ("generic", "avx2", "avxvnni", "avx512_vnni", "amx"),
+    "aarch64": ("generic", "dotprod", "i8mm_bf16"),
+}
 DTYPES = ("int8", "bf16")
 ITEMSIZE = {"int8": 1, "bf16": 2}
 
@@ -88,6 +93,14 @@ TABLE: tuple[MicroKernel, ...] = (
         features=_AVX512 | {"avx512_vnni", "avx512_bf16"}, target=(("x86_64", "cooperlake"),),
     ),
 )  # fmt: skip
+
+
+def machine() -> str:
+    """This machine's architecture as the ladder names it."""
+    arch = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+    if arch not in LADDER:
+        raise UnsupportedISAError(f"architecture {arch!r} is not supported; expected one of {sorted(LADDER)}")
+    return arch
 
 
 def rows_for(arch: str, dtype: str) -> tuple[MicroKernel, ...]:

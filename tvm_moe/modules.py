@@ -2,36 +2,25 @@
 
 Look-up order: the folder in TVM_MOE_MODULES (what ``tvm-moe build --out`` wrote) -> the package's own prebuilt modules ->
 the user's cache, where a missing module is built on the spot, and announced, if the compiler is installed.
-A module is a shared library with a JSON manifest beside it; the manifest holds the interface stamp and the file's SHA-256.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from . import isa, kernels, plan
+from . import kernels
 from .errors import ModuleError, SlowPathWarning
 from .kernels import MicroKernel
+from .manifest import TVM_VERSION, check, check_folder
 
 ENVIRONMENT = "TVM_MOE_MODULES"
 PACKAGED = Path(__file__).parent / "prebuilt"
-INTERFACE = 1  # raise when the signature or the meaning of an exported function changes
-TVM_VERSION = "0.27.0.post1"  # what builds modules; part of the cache key
 SOURCES = ("compiler/*.py", "compiler/*/*.py", "schedules/*.py", "kernels.py", "plan.py", "activations.py")
-
-
-def stamp(kernel: MicroKernel | None) -> str:
-    """What a module and this package must agree on: exported functions, plan layout, the kernel's row."""
-    row = {**vars(kernel), "features": sorted(kernel.features)} if kernel else None  # a set has no order of its own
-    text = f"{INTERFACE} {[f.name for f in plan.Field]} {row}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def source_hash() -> str:
@@ -52,53 +41,6 @@ def filename(kernel: MicroKernel | None, arch: str, kind: str = "") -> str:
 def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tvm_moe" / source_hash()
-
-
-def write_manifest(path: Path, kernel: MicroKernel | None, arch: str) -> None:
-    """Write ``path``'s manifest, atomically; last, so that a module without one is an unfinished one."""
-    record = {
-        "kernel": kernel.name if kernel else "cpu",
-        "arch": arch,
-        "stamp": stamp(kernel),
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "tvm": TVM_VERSION,
-    }
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(record, file, indent=1)
-    Path(file.name).chmod(0o644)
-    Path(file.name).replace(path.with_suffix(".json"))
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder from which somebody else could make us load code; a sticky one lets others add files, too."""
-    status = folder.stat()
-    if status.st_mode & 0o022:
-        raise ModuleError(f"refusing to load modules from {folder}: others can write to it; run chmod go-w {folder}")
-    if status.st_uid not in (0, os.getuid()):
-        raise ModuleError(f"refusing to load modules from {folder}: it belongs to user {status.st_uid}, not to you")
-
-
-def check(path: Path, kernel: MicroKernel | None) -> Path:
-    """``path`` if it is whole and made for this package, else a ModuleError that says what is wrong with it."""
-    manifest = path.with_suffix(".json")
-    advice = "delete both files, or build them again with tvm-moe build"
-    if not path.is_file():
-        raise ModuleError(f"no module file {path}; build it with tvm-moe build")
-    try:
-        record = json.loads(manifest.read_text())
-        expected, found = record["sha256"], record["stamp"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModuleError(f"{manifest}: no readable manifest for {path.name} ({error}); {advice}") from error
-    actual = hashlib.sha256(path.read_bytes()).hexdigest()
-    if actual != expected:
-        raise ModuleError(
-            f"{path} is damaged: SHA-256 {actual[:12]}..., its manifest says {expected[:12]}...; {advice}"
-        )
-    if found != stamp(kernel):
-        raise ModuleError(
-            f"{path} was built for another version of tvm_moe (stamp {found}, expected {stamp(kernel)}); {advice}"
-        )
-    return path
 
 
 def find(kernel: MicroKernel) -> Path:
@@ -129,16 +71,16 @@ def places(name: str) -> list[Path]:
 
 def existing(kernel: MicroKernel | None, kind: str = "") -> Path | None:
     """The file that serves ``kernel`` here, None where it would have to be built; not checked yet."""
-    found = (path for path in places(filename(kernel, isa.machine(), kind)) if path.with_suffix(".json").exists())
+    found = (path for path in places(filename(kernel, kernels.machine(), kind)) if path.with_suffix(".json").exists())
     return next(found, None)
 
 
 def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object], kind: str = "") -> Path:
     path = existing(kernel, kind)
     if path is None:
-        path = places(filename(kernel, isa.machine(), kind))[-1]
+        path = places(filename(kernel, kernels.machine(), kind))[-1]
         make_folder(path.parent)
-        build(path, isa.machine())
+        build(path, kernels.machine())
     if path.parent != PACKAGED:
         check_folder(path.parent)
     return check(path, kernel)
@@ -165,9 +107,9 @@ def build_all(
     out: Path, levels: Iterable[str] | None, arch: str | None, progress: Callable[[Path], object]
 ) -> list[Path]:
     """Build the modules of ``levels`` (None: every level) of an architecture into ``out``; cross-building included."""
-    arch = arch or isa.machine()
-    if arch not in isa.LADDER:
-        raise ModuleError(f"unknown architecture {arch!r}; expected one of {sorted(isa.LADDER)}")
+    arch = arch or kernels.machine()
+    if arch not in kernels.LADDER:
+        raise ModuleError(f"unknown architecture {arch!r}; expected one of {sorted(kernels.LADDER)}")
     rows = [k for k in kernels.TABLE if arch in k.arches]
     known = sorted({k.isa for k in rows})
     if unknown := sorted(set(levels or ()) - set(known)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -11,14 +11,26 @@ import torch
 from . import isa, runtime
 from .activations import ActivationSpec
 from .errors import MoEError
-from .experts import ExpertWeights, PackedExperts
 from .kernels import MicroKernel
 from .plan import LayerSizes, pack_temp_bytes
+from .runtime import Layer
 
 Tensor = torch.Tensor
 SOURCE_CODES = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}  # compiler/driver/pack.SOURCES
 WEIGHT_DTYPE = {"int8": torch.int8, "bf16": torch.bfloat16}
 INT8_MAX_K = 2**31 // (127 * 128)  # 133,000: beyond it an int32 sum of products could overflow
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert as stored: w13 [2I, H] ([I, H] without gate), w2 [H, I], any strides; scales and biases [N] or None."""
+
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
 
 
 def shapes(kernel: MicroKernel, sizes: LayerSizes) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -108,7 +120,7 @@ class Packer:
             if vector is not None:
                 fill(t[name][e], vector, column)
 
-    def finish(self) -> PackedExperts:
+    def finish(self) -> Layer:
         if self.count != self.sizes.experts:
             raise MoEError(f"got {self.count} experts, expected {self.sizes.experts}")
         for name in ("scale13", "scale2"):
@@ -117,7 +129,7 @@ class Packer:
                 raise MoEError(
                     f"expert {int(bad[0])}, w{name[5:]}: weights or scales are not finite (NaN or Inf); check the checkpoint"
                 )
-        return PackedExperts(self.kernel, self.sizes, self.spec, self.tensors)
+        return Layer(self.kernel, self.sizes, self.spec, self.tensors)
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, zero: bool) -> Tensor:
@@ -196,9 +208,9 @@ def check_weight(label: str, tensor: Tensor, shape: tuple[int, int], dtype: str)
                        f"{' or int8' if dtype == 'int8' else ''}")  # fmt: skip
 
 
-def unpack(packed: PackedExperts, e: int) -> ExpertWeights:
+def unpack(layer: Layer, e: int) -> ExpertWeights:
     """Expert ``e`` in logical layout, half-split; exact (INT8 with its scales)."""
-    t, sizes, kernel = packed._tensors, packed.layer.sizes, packed.layer.kernel
+    t, sizes, kernel = layer.arrays, layer.sizes, layer.kernel
     half, I, H = sizes.half(kernel), sizes.intermediate, sizes.hidden
 
     def logical(which: str, valid: int, half: int, K: int) -> dict[str, Tensor | None]:
@@ -217,10 +229,10 @@ def unpack(packed: PackedExperts, e: int) -> ExpertWeights:
     return ExpertWeights(**logical("13", I, half, H), **logical("2", H, kernel.NR, I))  # type: ignore[arg-type]
 
 
-def repack(packed: PackedExperts, kernel: MicroKernel) -> PackedExperts:
+def repack(layer: Layer, kernel: MicroKernel) -> Layer:
     """The same experts in another kernel's layout, expert by expert."""
-    sizes, spec = packed.layer.sizes, packed.layer.activation
-    packer = Packer(kernel.dtype, sizes.experts, sizes.hidden, sizes.intermediate, spec, False, kernel.isa)
-    for e in range(sizes.experts):
-        packer.add(e, unpack(packed, e))
+    s = layer.sizes
+    packer = Packer(kernel.dtype, s.experts, s.hidden, s.intermediate, layer.activation, False, kernel.isa)
+    for e in range(s.experts):
+        packer.add(e, unpack(layer, e))
     return packer.finish()

@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import activations, isa, kernels, modules, reference
+from . import activations, isa, kernels, manifest, reference
 from .errors import ModuleError
-from .experts import ExpertWeights
 from .kernels import MicroKernel
-from .packing import Packer
+from .packing import ExpertWeights, Packer
 from .runtime import Module
 
 # Of the largest output. What can differ from the reference is one step of a requantized intermediate (INT8: 1/127 of its
@@ -43,7 +42,7 @@ def open_module(path: Path) -> tuple[Module, MicroKernel]:
     except (OSError, ValueError, KeyError, TypeError):
         name = ""
     kernel = kernels.by_name(name)
-    modules.check(path, kernel)
+    manifest.check(path, kernel)
     if kernel is None:
         raise ModuleError(f"{path} holds kernel {name!r}; expected one of {[k.name for k in kernels.TABLE]}")
     runs, reason = isa.executable(kernel)
@@ -109,7 +108,7 @@ def check_layer(module: Module, kernel: MicroKernel, activation: str) -> Check:
     for e in range(E):
         packer.add(e, ExpertWeights(w13[e], w2[e], w13_bias=b13[e], w2_bias=b2[e]))
     got = torch.empty_like(x)
-    packer.finish().layer.run(x, got, weights, ids, module=module)
+    packer.finish().run(x, got, weights, ids, module=module)
     options = {"dtype": kernel.dtype, "activation": activation, "limit": limit}
     want = reference.fused_moe(x, w13, w2, weights, ids, w13_bias=b13, w2_bias=b2, **options)  # type: ignore[arg-type]
     return Check(f"layer, {activation}", float((got - want).abs().max() / want.abs().max()), LAYER_BOUND)

@@ -11,9 +11,9 @@ from pathlib import Path
 import tvm
 import tvm.support
 
-from .. import modules
 from ..errors import ModuleError
 from ..kernels import MicroKernel
+from ..manifest import write_manifest
 from . import launcher
 from .module import build_ir
 from .pipeline import PIPELINE
@@ -62,7 +62,7 @@ def export(kernel: MicroKernel, arch: str, path: Path, functions: Functions = bu
         executable.export_library(str(made), addons=[str(launcher_object(arch, Path(work)))], cc=linker(arch))
         made.chmod(0o644)
         made.replace(path)
-    modules.write_manifest(path, kernel, arch)
+    write_manifest(path, kernel, arch)
     return path
 
 
@@ -73,5 +73,5 @@ def export_cpu(arch: str, path: Path) -> Path:
         tvm.support.cc.create_shared(str(made), [str(launcher_object(arch, Path(work)))], cc=linker(arch))
         made.chmod(0o644)
         made.replace(path)
-    modules.write_manifest(path, None, arch)
+    write_manifest(path, None, arch)
     return path
