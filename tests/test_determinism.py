@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import traceback
 import warnings
@@ -112,12 +113,13 @@ def test_two_callers_at_once(kernel):
 
 
 def in_child(work):
-    """Run ``work`` in a forked child; its traceback if it failed. The child never returns into the tests."""
+    """Run ``work`` in a forked child; what went wrong, if anything. The child never returns into the tests."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forking beside threads
         child = os.fork()
     if child == 0:
+        signal.alarm(60)  # a child that waits for threads it does not have waits forever: end it
         report = b""
         try:
             work()
@@ -128,8 +130,8 @@ def in_child(work):
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         report = pipe.read().decode()
-    os.waitpid(child, 0)
-    return report
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return report if status == 0 else f"the child ended with {status}"
 
 
 def test_a_forked_child_computes_serially_and_says_so_once(kernel, set_num_threads):
@@ -156,3 +158,4 @@ def test_a_forked_child_computes_serially_and_says_so_once(kernel, set_num_threa
 
 def test_the_child_helper_reports_failures():
     assert "ZeroDivisionError" in in_child(lambda: 1 / 0)
+    assert in_child(lambda: os.kill(os.getpid(), signal.SIGALRM)) == "the child ended with -14"
