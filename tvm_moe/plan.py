@@ -111,10 +111,11 @@ def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threa
     F, slots = Field, tokens * top_k
     _, panels13, k13, NR, group = sizes.shape13(kernel)
     _, panels2, k2, _, _ = sizes.shape2(kernel)
-    row_block = min(L2_ROWS, max(kernel.MR, -(-slots // (ITEMS_PER_THREAD * threads))))
+    want = ITEMS_PER_THREAD * threads
+    # Panels give parallelism first: smaller blocks read an expert's weights once more each.
+    row_block = min(L2_ROWS, max(kernel.MR, slots * min(panels13, panels2) // want))
     row_block = -(-row_block // kernel.MR) * kernel.MR
     likely_blocks = max(1, min(sizes.experts, slots), slots // row_block)
-    want = ITEMS_PER_THREAD * threads
     group13 = min(panels13, max(1, likely_blocks * panels13 // want))
     # A group of the down stage is combined at once: its results of all slots should stay in L2.
     cached = max(1, (1 << 20) // max(1, slots * NR * 4))
