@@ -176,6 +176,7 @@ def test_probes(kernel):
     if not runs:
         pytest.skip(reason)
     probe = probes.Probe(kernel)
+    assert probe.parallel, "a probe that runs serially measures one thread, whatever the number asked for"
     assert probe.peak(2, repetitions=1) > 0
     data = probes.aligned(1 << 16)
     data.view(np.int32)[:] = np.arange(1 << 14)

@@ -38,12 +38,19 @@ class Library:
         except (OSError, RuntimeError, ValueError, AttributeError) as error:
             raise ModuleError(f"{path} cannot be loaded as a tvm_moe module: {error}; build it again") from error
 
-    def threads(self) -> int:
-        """Threads for the next call, with the team put in place."""
-        count = threads.get_num_threads()
+    def join_team(self) -> None:
+        """Run parallel regions on the process's OpenMP team from now on; without one they run serially."""
         if self._gomp.value is None:
             self._gomp.value = threads.team()
-        return count
+
+    @property
+    def parallel(self) -> bool:
+        return self._gomp.value is not None
+
+    def threads(self) -> int:
+        """Threads for the next call, with the team put in place."""
+        self.join_team()
+        return threads.get_num_threads()
 
 
 class Module(Library):

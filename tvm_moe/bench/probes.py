@@ -25,6 +25,7 @@ class Probe(Library):
     def __init__(self, kernel: MicroKernel) -> None:
         super().__init__(modules.find_probe(kernel), ("peak", "stream"))
         self.kernel = kernel
+        self.join_team()
 
     def peak(self, threads: int, repetitions: int = 5) -> float:
         """Operations a second of the row's full tile on a panel in L1: the best of some repetitions."""
