@@ -236,6 +236,18 @@ def test_without_module_and_compiler_the_error_says_what_to_do(tmp_path):
     assert "pip install 'tvm_moe[build]'" in error
 
 
+def test_processes_that_build_at_once(tmp_path):
+    """Each builds beside and renames: all of them end up with a whole module, and nothing is left over."""
+    code, name = "from tvm_moe import modules; print(modules.find_cpu())", modules.filename(None, ARCH)
+    command, environment = [sys.executable, "-W", "ignore", "-c", code], os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop(modules.ENVIRONMENT, None)
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) for _ in range(2)]
+    paths = {process.communicate()[0] for process in both}
+    (folder,) = (tmp_path / "tvm_moe").iterdir()
+    assert paths == {f"{folder / name}\n"}
+    assert sorted(p.name for p in folder.iterdir()) == sorted([name, name.replace(".so", ".json")])
+
+
 def test_stamps_and_cache_keys_do_not_change_between_processes():
     shown = "[manifest.stamp(k) for k in kernels.TABLE], modules.source_hash()"
     code = f"from tvm_moe import kernels, manifest, modules; print({shown})"

@@ -184,3 +184,23 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), threads.get_num_thread
 """
     command = [sys.executable, "-W", "ignore", "-c", code]
     assert subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout == "11 4\n"
+
+
+@pytest.mark.parametrize("limit", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_THREAD_LIMIT": "2"}, {"OMP_DYNAMIC": "true"}, {}])
+def test_a_team_smaller_or_larger_than_asked_for_does_all_work(limit):
+    """An OpenMP runtime may give fewer threads than a region wants; many threads share few cores."""
+    code = """
+import torch, tvm_moe
+from tests.helpers import make_case
+for dtype in ("int8", "bf16"):
+    case = make_case(T=64, E=6, H=200, I=300, k=3, dtype=dtype)
+    packed, results = case.pack(), []
+    for n in (1, 2, 5, 64):
+        tvm_moe.set_num_threads(n)
+        results.append(case.run(packed))
+    assert all(torch.equal(result, results[0]) for result in results)
+print("equal")
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | limit, timeout=120)
+    assert done.stdout == "equal\n", done.stderr
