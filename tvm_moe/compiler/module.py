@@ -18,6 +18,7 @@ from ..kernels import MicroKernel
 from . import compute, intrin
 from .driver import gemm, pack, rows, tiles, worker
 from .driver.names import N
+from .intrin.prefetch import prefetch
 from .pipeline import subroutine
 
 SOURCES = {0: "uint16", 1: "float32"}  # x_code -> storage type of hidden_states and the output
@@ -56,15 +57,6 @@ def with_prefetch(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     body = tvm_ffi.structural_map(func.body, (tirx.For, insert))
     return tirx.PrimFunc([*func.params, ahead, step], body, attrs=func.attrs)
-
-
-def prefetch(pointer: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Read into L2 (locality 2)."""
-    zero, level, data = (tirx.const(v, "int32") for v in (0, LOCALITY, 1))
-    return tirx.call_llvm_intrin("void", "llvm.prefetch.p0", pointer, zero, level, data)
-
-
-LOCALITY = 2
 
 
 def switch(cases: dict[int, GlobalVar], like: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -115,6 +107,7 @@ def build_ir(kernel: MicroKernel, arch: str) -> tvm.IRModule:
             {c: scheduled(compute.combine(kernel, s, tail), elementwise.combine_tail) for c, s in SOURCES.items()},
         ),
         N.panel: gemm.panel(kernel),
+        N.fetch_ahead: gemm.fetch_ahead(kernel),
         N.prepare_item: rows.prepare_item(kernel),
         N.gate_up_item: gemm.gate_up_item(kernel),
         N.finish_block: rows.finish_block(kernel),

@@ -6,7 +6,10 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ...kernels import MicroKernel
+from ..intrin.prefetch import prefetch
 from .names import FIELDS, F, N
+
+FIRST_LINES = 16  # of the next panel; the hardware's prefetcher has found the stream by then
 
 
 def panel(kernel: MicroKernel) -> tirx.PrimFunc:
@@ -52,6 +55,24 @@ def panel(kernel: MicroKernel) -> tirx.PrimFunc:
     return panel
 
 
+def fetch_ahead(kernel: MicroKernel) -> tirx.PrimFunc:
+    """Ask for the vectors of the next panel and the first lines of its weights, which would cost a memory latency each."""
+    NR = kernel.NR
+    quantized = kernel.dtype == "int8"
+
+    @T.prim_func(private=True, s_tir=True)
+    def fetch_ahead(w: T.handle, start: T.handle, scale: T.handle, bias: T.handle) -> None:
+        for line in range(T.int64(NR * 4 // 64)):
+            if quantized:
+                T.evaluate(prefetch(T.handle_add_byte_offset(start, line * T.int64(64))))
+                T.evaluate(prefetch(T.handle_add_byte_offset(scale, line * T.int64(64))))
+            T.evaluate(prefetch(T.handle_add_byte_offset(bias, line * T.int64(64))))
+        for line in range(T.int64(FIRST_LINES)):
+            T.evaluate(prefetch(T.handle_add_byte_offset(w, line * T.int64(64))))
+
+    return fetch_ahead
+
+
 def check_panel() -> tirx.PrimFunc:
     """`panel` exported, so that tests and `tvm-moe verify` see the accumulators themselves."""
     panel = N.panel
@@ -73,7 +94,7 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
     panel_bytes = NR * kernel.group * size
     quantized = kernel.dtype == "int8"
     out_size = 4 if quantized else 2
-    panel, activate = N.panel, N.activate
+    panel, activate, fetch_ahead = N.panel, N.activate, N.fetch_ahead
 
     @T.prim_func(private=True, s_tir=True)
     def gate_up_item(
@@ -98,12 +119,19 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
         for i in range(panels):
             p: T.let = g * P[F.GROUP13] + i
             at: T.let = e * P[F.PANELS13] + p
+            soon: T.let = T.if_then_else(i + T.int64(1) < panels, at + T.int64(1), next_at)
+            fetch_ahead(
+                T.handle_add_byte_offset(w13, soon * P[F.K13] * T.int64(panel_bytes)),
+                T.handle_add_byte_offset(start13, soon * P[F.START_STRIDE] * T.int64(4)),
+                T.handle_add_byte_offset(scale13, soon * T.int64(NR * 4)),
+                T.handle_add_byte_offset(bias13, soon * P[F.BIAS13_STRIDE] * T.int64(4)),
+            )
             panel(
                 n, T.handle_add_byte_offset(scratch, P[F.AT_X]), P[F.X_LD], rows,
                 T.handle_add_byte_offset(w13, at * P[F.K13] * T.int64(panel_bytes)),
                 T.handle_add_byte_offset(start13, at * P[F.START_STRIDE] * T.int64(4)),
                 acc, P[F.K13], P[F.CHUNK13],
-                P[F.K13] * T.int64(panel_bytes) * T.if_then_else(i + T.int64(1) < panels, T.int64(1), next_at - at),
+                P[F.K13] * T.int64(panel_bytes) * (soon - at),
             )  # fmt: skip
             activate(
                 activation, acc, T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE]), rows,
@@ -120,7 +148,7 @@ def down_item(kernel: MicroKernel) -> tirx.PrimFunc:
     """One block's intermediate rows against a group of down panels; results stay in f32, a row per slot."""
     NR, size = kernel.NR, kernel.itemsize
     panel_bytes = NR * kernel.group * size
-    panel, epilogue_down = N.panel, N.epilogue_down
+    panel, epilogue_down, fetch_ahead = N.panel, N.epilogue_down, N.fetch_ahead
 
     @T.prim_func(private=True, s_tir=True)
     def down_item(
@@ -139,12 +167,19 @@ def down_item(kernel: MicroKernel) -> tirx.PrimFunc:
         panels: T.let = T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])
         for p in range(panels):
             at: T.let = e * P[F.PANELS2] + g * P[F.GROUP2] + p
+            soon: T.let = T.if_then_else(p + T.int64(1) < panels, at + T.int64(1), next_at)
+            fetch_ahead(
+                T.handle_add_byte_offset(w2, soon * P[F.K2] * T.int64(panel_bytes)),
+                T.handle_add_byte_offset(start2, soon * P[F.START_STRIDE] * T.int64(4)),
+                T.handle_add_byte_offset(scale2, soon * T.int64(NR * 4)),
+                T.handle_add_byte_offset(bias2, soon * P[F.BIAS2_STRIDE] * T.int64(4)),
+            )
             panel(
                 n, T.handle_add_byte_offset(scratch, P[F.AT_H] + first * P[F.H_LD] * T.int64(size)), P[F.H_LD], iota,
                 T.handle_add_byte_offset(w2, at * P[F.K2] * T.int64(panel_bytes)),
                 T.handle_add_byte_offset(start2, at * P[F.START_STRIDE] * T.int64(4)),
                 acc, P[F.K2], P[F.CHUNK2],
-                P[F.K2] * T.int64(panel_bytes) * T.if_then_else(p + T.int64(1) < panels, T.int64(1), next_at - at),
+                P[F.K2] * T.int64(panel_bytes) * (soon - at),
             )  # fmt: skip
             epilogue_down(
                 acc, T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)), iota,

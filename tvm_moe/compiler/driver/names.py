@@ -20,6 +20,7 @@ class N:
     combine = GlobalVar("combine")
     combine_tail = GlobalVar("combine_tail")
     panel = GlobalVar("panel")
+    fetch_ahead = GlobalVar("fetch_ahead")
     prepare_item = GlobalVar("prepare_item")
     gate_up_item = GlobalVar("gate_up_item")
     finish_block = GlobalVar("finish_block")
