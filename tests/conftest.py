@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 # Before torch is imported: its idle threads would otherwise spin, and take the cores from the tests of a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -10,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 
 import tvm_moe
-from tvm_moe import isa, kernels
+from tvm_moe import isa, kernels, modules
 
 
 def pytest_configure(config):
@@ -61,3 +62,26 @@ def set_num_threads():
     """`tvm_moe.set_num_threads`, back to the default afterwards."""
     yield tvm_moe.set_num_threads
     tvm_moe.set_num_threads(None)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """A folder with the modules that every CPU of this architecture executes."""
+    folder = tmp_path_factory.mktemp("built")
+    rows = [kernels.rows_for(isa.machine(), dtype)[0] for dtype in kernels.DTYPES]
+    for path in (modules.find_cpu(), *map(modules.find, rows)):
+        for suffix in (".so", ".json"):
+            shutil.copy(path.with_suffix(suffix), folder)
+    return folder
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Empty folders in the look-up order: explicit, packaged, cache."""
+    folders = [tmp_path / name for name in ("explicit", "packaged", "cache")]
+    for folder in folders:
+        folder.mkdir(mode=0o755)
+    monkeypatch.setenv(modules.ENVIRONMENT, str(folders[0]))
+    monkeypatch.setattr(modules, "PACKAGED", folders[1])
+    monkeypatch.setattr(modules, "cache_folder", lambda: folders[2])
+    return folders
