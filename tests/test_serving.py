@@ -79,6 +79,9 @@ for kernel, data, want in layers:
     got = np.full_like(data["x"], 7)
     layer.run(data["x"], got, data["weights"], data["ids"])
     assert np.array_equal(got, want), kernel
+    got.fill(7)
+    layer.run(*(tvm_ffi.from_dlpack(a) for a in (data["x"], got, data["weights"], data["ids"])))
+    assert np.array_equal(got, want), kernel
 """
 
 END = """

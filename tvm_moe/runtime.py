@@ -172,4 +172,4 @@ def row_stride(array: Any) -> int:
     """Elements between rows of a 2-D array whose rows are contiguous."""
     if hasattr(array, "stride"):
         return array.stride(0)
-    return array.strides[0] // array.itemsize
+    return array.strides[0] // array.itemsize if isinstance(array, np.ndarray) else array.strides[0]
