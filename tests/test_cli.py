@@ -47,3 +47,14 @@ def test_warnings_are_notes(monkeypatch, tmp_path):
     outcome = CliRunner().invoke(cli.app, ["run", str(tmp_path)])
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert outcome.stderr.split("\n")[-3:] == ["note: building something", "error: two lines", ""]
+
+
+def test_no_arguments_show_the_help():
+    outcome = CliRunner().invoke(cli.app, [])
+    assert "Usage" in outcome.output
+    assert not isinstance(outcome.exception, ValueError)
+
+
+def test_a_range_of_layers_that_ends_before_it_begins():
+    with pytest.raises(MoEError, match="--layers is '1-0'"):
+        cli.parse_layers("1-0")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.helpers import ACTIVATION_OPTIONS, assert_matches_reference, make_case
-from tvm_moe import ModuleError, PackedExperts, UnsupportedISAError, isa, kernels
+from tvm_moe import ModuleError, MoEError, PackedExperts, UnsupportedISAError, isa, kernels
 from tvm_moe.experts import load_model, save_model
 
 F32 = torch.float32
@@ -195,3 +197,24 @@ def test_limits_survive(tmp_path):
         packed.save(tmp_path / "layer")
         assert PackedExperts.load(tmp_path / "layer").layer.activation == packed.layer.activation
     assert make_case().pack().layer.activation.limit == math.inf
+
+
+def test_copies_are_the_same_and_pickling_names_the_way_out(kernel):
+    packed = make_case(dtype=kernel.dtype).pack(kernel)
+    assert copy.deepcopy(packed) is packed
+    assert copy.copy(packed) is packed
+    with pytest.raises(MoEError, match="use save"):
+        pickle.dumps(packed)
+
+
+def test_saving_into_no_folder(kernel, tmp_path):
+    with pytest.raises(MoEError, match="there is no folder"):
+        make_case(dtype=kernel.dtype).pack(kernel).save(tmp_path / "absent" / "file")
+
+
+@pytest.mark.isa("avx512_vnni", "int8")
+def test_loading_honours_the_cap(monkeypatch, tmp_path):
+    case = make_case(dtype="int8")
+    case.pack(kernels.find("avx512_vnni", "int8")).save(tmp_path / "packed")
+    monkeypatch.setenv(isa.ENVIRONMENT, "generic")
+    assert PackedExperts.load(tmp_path / "packed").isa == "generic"

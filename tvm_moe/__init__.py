@@ -33,6 +33,6 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
         globals()[name] = value
         return value
-    if name in {"reference", "checkpoint", "ops", "integrations"}:
+    if name in {"reference", "checkpoint"}:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,22 +103,21 @@ def build(
 
 @app.command()
 def verify(
-    files: Annotated[list[Path], typer.Argument(help="Module files (.so).")],
+    files: Annotated[list[Path], typer.Argument(help="Module files (.so), or folders of them.")],
     json_file: Json = None,
 ) -> None:
     """Run every kernel of a module file against the reference on this CPU."""
     from . import verify as verification
 
-    checks = [(str(file), check) for file in files for check in verification.verify(file)]
-    for file, check in checks:
-        mark = "ok  " if check.passed else "FAIL"
-        typer.echo(
-            f"{mark} {Path(file).name}: {check.what}: error {check.error:.3g}, bound {check.bound:.3g}", err=True
-        )
+    rows = []
+    for file in verification.module_files(files):
+        for c in verification.verify(file):
+            mark = "ok  " if c.passed else "FAIL"
+            typer.echo(f"{mark} {file.name}: {c.what}: error {c.error:.3g}, bound {c.bound:.3g}", err=True)
+            rows.append({"file": str(file), "what": c.what, "error": c.error, "bound": c.bound, "passed": c.passed})
     if json_file is not None:
-        rows = [{"file": f, "what": c.what, "error": c.error, "bound": c.bound, "passed": c.passed} for f, c in checks]
         write_json(rows, json_file)
-    raise typer.Exit(0 if all(check.passed for _, check in checks) else 1)
+    raise typer.Exit(0 if all(row["passed"] for row in rows) else 1)
 
 
 @app.command()
@@ -152,7 +152,7 @@ def bench(
 
 def with_json_value(args: list[str]) -> list[str]:
     """``--json`` that is last or before another option becomes ``--json=-``: typer has no optional values."""
-    alone = [a == "--json" and b.startswith("-") and b != "-" for a, b in zip(args, [*args[1:], "--"], strict=True)]
+    alone = [a == "--json" and b.startswith("-") and b != "-" for a, b in pairwise([*args, "--"])]
     return [f"{arg}=-" if bare else arg for arg, bare in zip(args, alone, strict=True)]
 
 
@@ -162,7 +162,10 @@ def parse_layers(text: str | None) -> list[int] | None:
         return None
     try:
         ends = [[int(number) for number in part.split("-")] for part in text.split(",")]
-        return [i for first, *last in ends for i in range(first, (*last, first)[0] + 1)]
+        ranges = [range(first, (*last, first)[0] + 1) for first, *last in ends]
+        if not all(ranges):
+            raise ValueError("a range that ends before it begins")
+        return [i for each in ranges for i in each]
     except ValueError:
         raise MoEError(f"--layers is {text!r}, expected numbers and ranges such as 0,2,5-7") from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import activations, isa, packed_file
-from .errors import ModuleError
+from .errors import ModuleError, MoEError
 from .kernels import MicroKernel
 from .packed_file import FORMAT
 from .packing import ExpertWeights, Packer, repack
@@ -29,6 +29,15 @@ class PackedExperts:
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"PackedExperts is immutable: cannot delete {name}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedExperts:
+        return self  # immutable, as a tuple of numbers is
+
+    def __copy__(self) -> PackedExperts:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise MoEError("PackedExperts cannot be pickled: they are packed for this CPU; use save(path) and load(path)")
 
     @property
     def num_experts(self) -> int:
@@ -105,10 +114,11 @@ class PackedExperts:
 
 
 def isa_choice(packed_for: MicroKernel, level: str | None) -> MicroKernel:
-    """The row that will read a packed file: the one it was packed for where this CPU executes it."""
+    """The row that will read a packed file: the one it was packed for where this CPU executes it and the cap allows it."""
     if level is not None:
         return isa.choose(packed_for.dtype, level).kernel
-    return packed_for if isa.executable(packed_for)[0] else isa.choose(packed_for.dtype).kernel
+    choice = isa.choose(packed_for.dtype)
+    return packed_for if packed_for in choice.allowed else choice.kernel
 
 
 def save_model(folder: str | Path, layers: dict[int, PackedExperts]) -> None:

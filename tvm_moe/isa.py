@@ -45,12 +45,20 @@ X86_BITS: dict[str, tuple[int, int, int, int, int]] = {
 AARCH64_BITS = {"dotprod": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
 
 
+LOWER = "lower level than"  # the one reason that does not forbid a row
+
+
 @dataclass(frozen=True)
 class Choice:
     """The row that serves a dtype, and why each other row of this architecture does not."""
 
     kernel: MicroKernel
     rejected: tuple[tuple[MicroKernel, str], ...]
+
+    @property
+    def allowed(self) -> tuple[MicroKernel, ...]:
+        """The rows this CPU executes and the cap allows, the best first."""
+        return self.kernel, *(kernel for kernel, reason in self.rejected if reason.startswith(LOWER))
 
 
 @cache
@@ -140,7 +148,7 @@ def choose(
         elif best is None:
             best = kernel
         else:
-            rejected.append((kernel, f"lower level than {best.isa}"))
+            rejected.append((kernel, f"{LOWER} {best.isa}"))
     assert best is not None, "the generic rows need no features"
     return Choice(best, tuple(rejected))
 
@@ -148,7 +156,7 @@ def choose(
 def demand(dtype: str, isa: str, arch: str, available: frozenset[str]) -> MicroKernel:
     """The row of exactly ``isa``, or an error that says what is missing."""
     if isa not in LADDER[arch]:
-        raise UnsupportedISAError(f"isa={isa!r} is no level of {arch}; expected one of {LADDER[arch]}")
+        raise UnsupportedISAError(f"isa={isa!r} is no level of {arch}; expected one of {', '.join(LADDER[arch])}")
     rows = [k for k in kernels.rows_for(arch, dtype) if k.isa == isa]
     if not rows:
         levels = [k.isa for k in kernels.rows_for(arch, dtype)]

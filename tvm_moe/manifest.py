@@ -46,7 +46,9 @@ def check_folder(folder: Path) -> None:
     if status.st_mode & 0o022:
         raise ModuleError(f"refusing to load modules from {folder}: others can write to it; run chmod go-w {folder}")
     if status.st_uid not in (0, os.getuid()):
-        raise ModuleError(f"refusing to load modules from {folder}: it belongs to user {status.st_uid}, not to you")
+        raise ModuleError(
+            f"refusing to load modules from {folder}: it belongs to user {status.st_uid}; expected you or root: copy it"
+        )
 
 
 def check(path: Path, kernel: MicroKernel | None) -> Path:

@@ -76,7 +76,10 @@ def existing(kernel: MicroKernel | None, kind: str = "") -> Path | None:
 
 
 def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object], kind: str = "") -> Path:
-    path = existing(kernel, kind)
+    try:
+        path = existing(kernel, kind)
+    except OSError as error:
+        raise ModuleError(f"cannot look for kernel modules: {error}; make the folder readable (chmod go+rX)") from error
     if path is None:
         path = places(filename(kernel, kernels.machine(), kind))[-1]
         make_folder(path.parent)
@@ -86,10 +89,10 @@ def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object], kind
     return check(path, kernel)
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, mode: int = 0o700) -> None:
     """A folder for modules that only we can write to."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True, mode=mode)
     except OSError as error:
         raise ModuleError(f"cannot make the folder {folder} for modules: {error.strerror}") from error
     check_folder(folder)
@@ -117,7 +120,7 @@ def build_all(
     require_compiler(f"{arch} modules")
     from .compiler import build
 
-    make_folder(out)
+    make_folder(out, 0o755)  # a server under another user reads it
     made = [build.export_cpu(arch, out / filename(None, arch))]
     for kernel in rows:
         if not levels or kernel.isa in levels:

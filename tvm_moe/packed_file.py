@@ -31,9 +31,12 @@ def write(layer: Layer, path: Path) -> None:
         "sizes": json.dumps(asdict(layer.sizes)),
         "activation": json.dumps([spec.name, spec.alpha, str(spec.limit)]),
     }
+    if not path.parent.is_dir():
+        raise MoEError(f"cannot save to {path}: there is no folder {path.parent}; make it first")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".save-") as work:
         made = Path(work, "packed")
         save_file(dict(layer.arrays), str(made), metadata=meta)
+        made.chmod(0o644)
         made.replace(path)
 
 

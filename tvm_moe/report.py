@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from . import isa, kernels, modules, plan, threads
-from .errors import ModuleError
+from .errors import ModuleError, MoEError
 from .kernels import MicroKernel
 
 PACKAGES = ("tvm_moe", "apache-tvm-ffi", "apache-tvm", "torch", "numpy", "safetensors")
@@ -42,11 +42,12 @@ def describe(kernel: MicroKernel) -> dict[str, Any]:
 
 
 def module_path(kernel: MicroKernel) -> str | None:
+    """The file that serves the row, checked as loading would check it."""
     try:
         path = modules.existing(kernel)
-    except ModuleError as error:
-        return f"unusable: {error}"
-    return str(path) if path else None
+        return str(modules.find(kernel)) if path else None
+    except (ModuleError, OSError) as error:
+        return f"REFUSED: {error}"
 
 
 def thread_configuration() -> dict[str, Any]:
@@ -69,7 +70,12 @@ def version(package: str) -> str | None:
 
 def explain(experts: Any = None) -> str:
     """What serves a layer on this machine and why, for people. With ``experts``, also what serves exactly those."""
-    c = configuration()
+    if experts is not None and not hasattr(experts, "layer"):
+        raise MoEError(f"experts must be PackedExperts (from pack_experts) or None, got {type(experts).__name__}")
+    try:
+        c = configuration()
+    except ModuleError as error:  # not even the library that reads CPUID: nothing can run, which is what to explain
+        return f"no kernel can run here: {error}"
     lines = [
         f"CPU        {c['cpu']} ({c['architecture']})",
         f"features   {' '.join(c['features']) or 'baseline only'}",
@@ -80,6 +86,9 @@ def explain(experts: Any = None) -> str:
     for dtype, chosen in c["kernels"].items():
         lines.append(f"{dtype:<10} {kernel_line(chosen)}")
         lines += [f"           rejected {level}: {reason}" for level, reason in chosen["rejected"].items()]
+        seen = (chosen["isa"], *chosen["rejected"])
+        planned = [level for level in kernels.LADDER[c["architecture"]] if level not in seen]
+        lines += [f"           not in this version: {', '.join(planned)}"] if planned else []
     t = c["threads"]
     lines.append(
         f"threads    {t['next_call']} on {t['team']} (torch {t['torch']}, affinity {t['affinity']}, "
@@ -101,12 +110,12 @@ def expert_lines(experts: Any) -> list[str]:
     lines = [repr(experts), f"  packed for and served by {kernel_line(describe(layer.kernel))}"]
     best = isa.choose(layer.kernel.dtype).kernel
     if best is not layer.kernel:
-        lines.append(f"  not the best level here: {best.isa} is; pack again (or load) with isa=None")
+        lines.append(f"  isa=None would take {best.isa} here now")
     count = threads.get_num_threads()
     for tokens in (1, 64, 1024):
         cut = plan.split(layer.kernel, layer.sizes, tokens, min(8, layer.sizes.experts), count)
         lines.append(
-            f"  {tokens:>4} tokens, 8 experts each: blocks of up to {cut[plan.Field.ROW_BLOCK]} rows, work items of "
+            f"  {tokens:>4} tokens, with 8 experts each: blocks of up to {cut[plan.Field.ROW_BLOCK]} rows, work items of "
             f"{cut[plan.Field.GROUP13]} gate/up and {cut[plan.Field.GROUP2]} down panels"
         )
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,18 @@ class Check:
         return self.error <= self.bound  # False for NaN
 
 
+def module_files(paths: Iterable[Path]) -> list[Path]:
+    """The module files named, and those in the folders named; the helper that reads CPUID has no kernels to verify."""
+    found = [file for path in paths for file in (sorted(path.glob("*.so")) if path.is_dir() else [path])]
+    if not found:
+        raise ModuleError(f"no kernel modules in {', '.join(map(str, paths))}; tvm-moe build --out DIR writes some")
+    return [file for file in found if not file.stem.endswith("-cpu")] or found
+
+
 def open_module(path: Path) -> tuple[Module, MicroKernel]:
     """The module of a file and its row, if the file is whole and this CPU executes it."""
+    if path.suffix != ".so":
+        raise ModuleError(f"{path} is no module file; expected a .so file, its manifest beside it")
     try:
         name = json.loads(path.with_suffix(".json").read_text())["kernel"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -19,7 +19,7 @@ from .module import build_ir
 from .pipeline import PIPELINE
 
 Functions = Callable[[MicroKernel, str], tvm.IRModule]
-LINKERS = {"x86_64": ("x86_64-linux-gnu-gcc", "cc", "gcc", "clang"), "aarch64": ("aarch64-linux-gnu-gcc",)}
+LINKERS = ("cc", "gcc", "clang")
 
 
 def target(kernel: MicroKernel, arch: str) -> tvm.target.Target:
@@ -37,13 +37,15 @@ def compile_kernel(kernel: MicroKernel, arch: str, functions: Functions = build_
 
 def linker(arch: str) -> str:
     """A C compiler driver that links shared libraries for ``arch``."""
-    candidates = list(LINKERS[arch])
-    if arch != os.uname().machine:
-        candidates = candidates[:1]
+    cross = f"{arch}-linux-gnu-gcc"
+    candidates = (cross, *LINKERS) if arch == os.uname().machine else (cross,)
     for name in candidates:
         if found := shutil.which(name):
             return found
-    raise ModuleError(f"linking a {arch} module needs one of {candidates}; install gcc (Debian: apt-get install g++)")
+    package = f"gcc-{arch.replace('_', '-')}-linux-gnu" if len(candidates) == 1 else "gcc"
+    raise ModuleError(
+        f"linking modules for {arch} needs {' or '.join(candidates)}; install it (Debian: apt-get install {package})"
+    )
 
 
 def launcher_object(arch: str, folder: Path) -> Path:
