@@ -28,21 +28,24 @@ def floats(*shape, dtype=torch.bfloat16, device="cpu"):
 
 CALLS = {
     "experts that are none": ({"experts": CASE.w13}, "experts must be PackedExperts .*got Tensor"),
-    "x of another rank": ({"hidden_states": floats(24)}, r"hidden_states must be a 2-D .*got \(24,\)"),
-    "x of rank 3": ({"hidden_states": floats(1, 5, 24)}, r"hidden_states must be a 2-D .*got \(1, 5, 24\)"),
-    "x that is numpy": ({"hidden_states": np.zeros((5, 24))}, "hidden_states must be a 2-D torch tensor.*got ndarray"),
+    "x of another rank": ({"hidden_states": floats(24)}, r"hidden_states must be a dense 2-D .*got shape \(24,\)"),
+    "x of rank 3": ({"hidden_states": floats(1, 5, 24)}, r"hidden_states must be a dense 2-D .*got shape \(1, 5, 24\)"),
+    "x that is numpy": (
+        {"hidden_states": np.zeros((5, 24))},
+        "hidden_states must be a dense 2-D torch tensor.*got ndarray",
+    ),
     "x elsewhere": ({"hidden_states": floats(5, 24, device="meta")}, "hidden_states must be .*on the CPU, got .*meta"),
     "x in f64": ({"hidden_states": floats(5, 24, dtype=torch.float64)}, "hidden_states is torch.float64; expected"),
     "x in int8": ({"hidden_states": floats(5, 24, dtype=torch.int8)}, "hidden_states is torch.int8; expected bfloat16"),
     "x of another width": ({"hidden_states": floats(5, 25)}, "hidden_states has 25 columns.*hidden size 24"),
     "x of other tokens": ({"hidden_states": floats(6, 24)}, r"topk_weights \(5, 2\) and topk_ids \(5, 2\).*T = 6"),
-    "weights of rank 1": ({"topk_weights": torch.ones(5)}, r"topk_weights must be a 2-D .*got \(5,\)"),
+    "weights of rank 1": ({"topk_weights": torch.ones(5)}, r"topk_weights must be a dense 2-D .*got shape \(5,\)"),
     "weights that are numpy": ({"topk_weights": np.ones((5, 2))}, "topk_weights must be .*got ndarray"),
     "weights elsewhere": ({"topk_weights": floats(5, 2, device="meta")}, "topk_weights must be .*on meta"),
     "integer weights": ({"topk_weights": torch.ones(5, 2).int()}, "topk_weights is torch.int32; expected a floating"),
     "complex weights": ({"topk_weights": torch.ones(5, 2).to(torch.complex64)}, "topk_weights is torch.complex64"),
     "weights of another k": ({"topk_weights": torch.ones(5, 3)}, r"topk_weights \(5, 3\) and topk_ids \(5, 2\) must"),
-    "ids of rank 1": ({"topk_ids": CASE.ids[:, 0]}, r"topk_ids must be a 2-D .*got \(5,\)"),
+    "ids of rank 1": ({"topk_ids": CASE.ids[:, 0]}, r"topk_ids must be a dense 2-D .*got shape \(5,\)"),
     "ids that are a list": ({"topk_ids": [[0, 1]] * 5}, "topk_ids must be .*got list"),
     "ids elsewhere": ({"topk_ids": CASE.ids.to("meta")}, "topk_ids must be .*on meta"),
     "floating ids": ({"topk_ids": CASE.ids.float()}, "topk_ids is torch.float32; expected int32 or int64"),
@@ -125,8 +128,8 @@ def spoiled(vector, value):
 
 
 PACKS = {
-    "w13 of rank 2": ({"w13": W13[0]}, r"w13 must be a 3-D torch tensor.*got shape \(40, 24\)"),
-    "w2 that is numpy": ({"w2": np.zeros((4, 24, 20))}, "w2 must be a 3-D torch tensor.*got ndarray"),
+    "w13 of rank 2": ({"w13": W13[0]}, r"w13 must be a dense 3-D torch tensor.*got shape \(40, 24\)"),
+    "w2 that is numpy": ({"w2": np.zeros((4, 24, 20))}, "w2 must be a dense 3-D torch tensor.*got ndarray"),
     "other experts": ({"w2": W2[:3]}, r"w13 \(4, 40, 24\) and w2 \(3, 24, 20\) disagree"),
     "w2 transposed": ({"w2": W2.transpose(1, 2)}, r"w2 \(4, 20, 24\) disagree.*pass .transpose\(1, 2\)"),
     "half of w13": ({"w13": W13[:, :20]}, r"expert 0, w13 has shape \(20, 24\), expected \(40, 24\)"),
@@ -217,3 +220,12 @@ def test_thread_counts(n):
     with pytest.raises(MoEError, match=r"number of threads must be an integer from 1 to 4096 or None, got"):
         tvm_moe.set_num_threads(n)
     assert tvm_moe.get_num_threads() == before
+
+
+def test_sparse_tensors_are_refused():
+    case = make_case(dtype="bf16")
+    packed = case.pack()
+    with pytest.raises(MoEError, match=r"hidden_states must be a dense 2-D torch tensor.*sparse"):
+        tvm_moe.fused_moe(case.x.to_sparse(), packed, case.weights, case.ids)
+    with pytest.raises(MoEError, match=r"w13 must be a dense 3-D torch tensor.*sparse"):
+        tvm_moe.pack_experts(case.w13.to_sparse(), case.w2)

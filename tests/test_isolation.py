@@ -143,3 +143,10 @@ def test_other_default_dtypes_and_devices(kernel):
     finally:
         torch.set_default_dtype(F32)
     assert torch.equal(got, want)
+
+
+def test_lazy_minus_signs_are_seen(kernel):
+    case = make_case(T=5, x_dtype=F32, bias=True, dtype=kernel.dtype)
+    plain = case.but(x=-case.x, weights=-case.weights, w13=-case.w13)
+    lazy = case.but(x=torch._neg_view(case.x), weights=torch._neg_view(case.weights), w13=torch._neg_view(case.w13))
+    assert torch.equal(lazy.run(lazy.pack(kernel)), plain.run(plain.pack(kernel)))

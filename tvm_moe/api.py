@@ -61,9 +61,8 @@ def pack_experts(
 
 def check_weights(w13: Tensor, w2: Tensor) -> None:
     for name, w in (("w13", w13), ("w2", w2)):
-        if not isinstance(w, Tensor) or w.ndim != 3:
-            got = f"shape {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
-            raise MoEError(f"{name} must be a 3-D torch tensor ([E, 2I, H] and [E, H, I]), got {got}")
+        if not isinstance(w, Tensor) or w.ndim != 3 or sparse(w):
+            raise MoEError(f"{name} must be a dense 3-D torch tensor ([E, 2I, H], [E, H, I]), got {described(w)}")
     if w13.shape[0] != w2.shape[0] or w13.shape[2] != w2.shape[1]:
         raise MoEError(
             f"w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} disagree: expected [E, 2I, H] and [E, H, I] with the same "
@@ -116,12 +115,16 @@ def fused_moe(
     direct = result.dtype == x.dtype and (result.stride(1) == 1 or result.shape[1] == 1)
     target = result if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu")
     weights = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.detach().float()
+    if weights.is_neg():
+        weights = weights.resolve_neg()
     experts.layer.run(x, target, weights.contiguous(), topk_ids.contiguous(), apply_router_weight_on_input)
     return result if direct else result.copy_(target)
 
 
 def prepared(x: Tensor) -> Tensor:
     """``x`` as the module reads it: rows contiguous, f16 widened to f32 (exact; the f32 result is rounded to f16 once)."""
+    if x.is_neg():  # a lazy minus sign, which the memory does not show
+        x = x.detach().resolve_neg()
     if x.dtype == torch.float16:
         x = x.detach().float()
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.detach().contiguous()
@@ -132,9 +135,8 @@ def check_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, 
     if not isinstance(experts, PackedExperts):
         raise MoEError(f"experts must be PackedExperts (from pack_experts), got {type(experts).__name__}")
     for name, tensor in (("hidden_states", x), ("topk_weights", weights), ("topk_ids", ids)):
-        if not isinstance(tensor, Tensor) or tensor.ndim != 2 or tensor.device.type != "cpu":
-            got = f"{tuple(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise MoEError(f"{name} must be a 2-D torch tensor on the CPU, got {got}")
+        if not isinstance(tensor, Tensor) or tensor.ndim != 2 or tensor.device.type != "cpu" or sparse(tensor):
+            raise MoEError(f"{name} must be a dense 2-D torch tensor on the CPU, got {described(tensor)}")
     if x.dtype not in IO_DTYPES:
         raise MoEError(f"hidden_states is {x.dtype}; expected bfloat16, float16 or float32")
     if not weights.dtype.is_floating_point:
@@ -160,6 +162,8 @@ def check_out(out: Tensor, *inputs: Tensor) -> None:
     if not isinstance(out, Tensor) or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         got = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
         raise MoEError(f"out is {got}, expected {tuple(x.shape)} {x.dtype} on the CPU")
+    if out.is_neg() or sparse(out):
+        raise MoEError("out is a negated view or sparse; pass a plain dense tensor")
     if out.requires_grad:
         raise MoEError("out requires grad; this is inference only: pass a detached tensor")
     if overlaps_itself(out):
@@ -169,6 +173,17 @@ def check_out(out: Tensor, *inputs: Tensor) -> None:
         first, last = extent(tensor)
         if out.numel() and tensor.numel() and low < last and first < high:
             raise MoEError(f"out overlaps {name} in memory; pass a tensor of its own")
+
+
+def sparse(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided
+
+
+def described(value: object) -> str:
+    """A wrong argument in a few words."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"shape {tuple(value.shape)}, {value.layout}, on {value.device}"
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

@@ -96,7 +96,7 @@ class Packer:
         row_step: int, part_step: int, valid: int, half: int,
     ) -> None:  # fmt: skip
         """Pack one matrix [N, K]; the module writes weights, start values and (where it quantizes) scales."""
-        w = w.detach()
+        w = w.detach().resolve_neg()
         if w.dtype not in SOURCE_CODES:
             w = w.float()  # f16: exact
         if w.stride(1) != 1:
@@ -160,7 +160,7 @@ def columns(panels: int, NR: int, half: int, valid: int, row_step: int, part_ste
 def fill(out: Tensor, vector: Tensor, column: Tensor) -> None:
     """A per-channel vector [N] or [N, 1] in packed order [panels, NR]; padding columns are zero."""
     padded = torch.cat(
-        (vector.detach().reshape(-1).float(), torch.zeros(1, dtype=torch.float32, device="cpu"))
+        (vector.detach().resolve_neg().reshape(-1).float(), torch.zeros(1, dtype=torch.float32, device="cpu"))
     )  # index -1 is the zero at the end
     torch.take(padded, torch.where(column < 0, len(padded) - 1, column), out=out)
 
