@@ -229,3 +229,13 @@ def test_sparse_tensors_are_refused():
         tvm_moe.fused_moe(case.x.to_sparse(), packed, case.weights, case.ids)
     with pytest.raises(MoEError, match=r"w13 must be a dense 3-D torch tensor.*sparse"):
         tvm_moe.pack_experts(case.w13.to_sparse(), case.w2)
+
+
+def test_tensors_without_memory_are_refused():
+    case = make_case(x_dtype=torch.float32, dtype="bf16")
+    packed = case.pack()
+    empty = case.x.clone()
+    empty.untyped_storage().resize_(0)
+    for x in (torch._efficientzerotensor(tuple(case.x.shape)), empty):
+        with pytest.raises(MoEError, match="has no memory of its own"):
+            tvm_moe.fused_moe(x, packed, case.weights, case.ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import pickle
 from pathlib import Path
 
@@ -120,7 +121,7 @@ FOREIGN = {
     "sizes that are no JSON": (lambda t, m: m.update(sizes="{"), "damaged or foreign"),
     "sizes that are a list": (lambda t, m: m.update(sizes="[1]"), "damaged or foreign"),
     "a size that is text": (lambda t, m: sizes(m, hidden="66"), "damaged or foreign"),
-    "a size that is negative": (lambda t, m: sizes(m, hidden=-66), "tensor w13 is .*expected"),
+    "a size that is negative": (lambda t, m: sizes(m, hidden=-66), "damaged or foreign.*hidden is -66"),
     "a size too many": (lambda t, m: sizes(m, depth=3), "damaged or foreign.*depth"),
     "other sizes": (lambda t, m: sizes(m, intermediate=400), "tensor w13 is .*expected"),
     "more experts": (lambda t, m: sizes(m, experts=3), "tensor w13 is .*expected"),
@@ -218,3 +219,38 @@ def test_loading_honours_the_cap(monkeypatch, tmp_path):
     case.pack(kernels.find("avx512_vnni", "int8")).save(tmp_path / "packed")
     monkeypatch.setenv(isa.ENVIRONMENT, "generic")
     assert PackedExperts.load(tmp_path / "packed").isa == "generic"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sizes": {"bias13": 5}},
+        {"sizes": {"gated": False}},
+        {"sizes": {"experts": 4.0}},
+        {"activation": ["relu2", 1.0, "inf"]},
+        {"activation": ["silu", 1.0, "-5"]},
+        {"activation": ["swigluoai", float("inf"), "7.0"]},
+    ],
+    ids=str,
+)
+def test_metadata_that_does_not_fit_is_refused(changes, tmp_path):
+    file = tmp_path / "packed"
+    make_case(dtype="bf16").pack().save(file)
+    with safe_open(file, framework="pt") as opened:
+        meta, tensors = opened.metadata(), {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+    for key, value in changes.items():
+        meta[key] = json.dumps(json.loads(meta[key]) | value if key == "sizes" else value)
+    save_file(tensors, file, metadata=meta)
+    with pytest.raises(ModuleError, match="damaged or foreign"):
+        PackedExperts.load(file)
+
+
+def test_only_regular_files_are_replaced(tmp_path):
+    packed = make_case(dtype="bf16").pack()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(MoEError, match="no regular file"):
+        packed.save(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    packed.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert PackedExperts.load(tmp_path / "target").nbytes == packed.nbytes

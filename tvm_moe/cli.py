@@ -163,8 +163,8 @@ def parse_layers(text: str | None) -> list[int] | None:
     try:
         ends = [[int(number) for number in part.split("-")] for part in text.split(",")]
         ranges = [range(first, (*last, first)[0] + 1) for first, *last in ends]
-        if not all(ranges):
-            raise ValueError("a range that ends before it begins")
+        if not all(0 < len(each) <= 10_000 for each in ranges):
+            raise ValueError("a range that ends before it begins, or never")
         return [i for each in ranges for i in each]
     except ValueError:
         raise MoEError(f"--layers is {text!r}, expected numbers and ranges such as 0,2,5-7") from None

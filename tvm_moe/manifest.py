@@ -41,7 +41,7 @@ def write_manifest(path: Path, kernel: MicroKernel | None, arch: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder from which somebody else could make us load code; a sticky one lets others add files, too."""
+    """Refuse a folder or file through which others could make us load code; a sticky folder lets them add files, too."""
     status = folder.stat()
     if status.st_mode & 0o022:
         raise ModuleError(f"refusing to load modules from {folder}: others can write to it; run chmod go-w {folder}")
@@ -59,7 +59,7 @@ def check(path: Path, kernel: MicroKernel | None) -> Path:
         raise ModuleError(f"no module file {path}; build it with tvm-moe build")
     try:
         record = json.loads(manifest.read_text())
-        expected, found = record["sha256"], record["stamp"]
+        expected, found = str(record["sha256"]), record["stamp"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModuleError(f"{manifest}: no readable manifest for {path.name} ({error}); {advice}") from error
     actual = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -83,10 +83,17 @@ def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object], kind
     if path is None:
         path = places(filename(kernel, kernels.machine(), kind))[-1]
         make_folder(path.parent)
-        build(path, kernels.machine())
+        try:
+            build(path, kernels.machine())
+        except PermissionError as error:
+            raise ModuleError(
+                f"cannot build {path.name} into {path.parent}: {error.strerror}; set XDG_CACHE_HOME"
+            ) from error
+    check(path, kernel)
     if path.parent != PACKAGED:
-        check_folder(path.parent)
-    return check(path, kernel)
+        for place in (path.parent, path):
+            check_folder(place)
+    return path
 
 
 def make_folder(folder: Path, mode: int = 0o700) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,9 @@ def write(layer: Layer, path: Path) -> None:
         "sizes": json.dumps(asdict(layer.sizes)),
         "activation": json.dumps([spec.name, spec.alpha, str(spec.limit)]),
     }
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise MoEError(f"cannot save to {path}: it exists and is no regular file; give another path")
     if not path.parent.is_dir():
         raise MoEError(f"cannot save to {path}: there is no folder {path.parent}; make it first")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".save-") as work:
@@ -46,9 +50,9 @@ def read(path: Path) -> Layer:
         raise ModuleError(f"no packed experts file {path}")
     try:
         return parse(path)
-    except MoEError:
+    except ModuleError:
         raise
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ModuleError(f"{path} is damaged or foreign ({error}); save it again") from error
 
 
@@ -60,7 +64,8 @@ def parse(path: Path) -> Layer:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     sizes = LayerSizes(**json.loads(meta["sizes"]))
     name, alpha, limit = json.loads(meta["activation"])
-    spec = ActivationSpec(activations.ACTIVATIONS[name], float(alpha), float(limit))
+    spec = activation(name, float(alpha), float(limit))
+    check_sizes(sizes, spec)
     kernel = kernels.by_name(meta.get("kernel", ""))
     if kernel is None:
         raise ModuleError(
@@ -68,6 +73,24 @@ def parse(path: Path) -> Layer:
         )
     check_tensors(path, kernel, sizes, tensors)
     return Layer(kernel, sizes, spec, tensors)
+
+
+def activation(name: str, alpha: float, limit: float) -> ActivationSpec:
+    """The activation as `write` recorded it, resolved anew: alpha 1 and an infinite limit stand for none."""
+    kind = activations.ACTIVATIONS[name]
+    return activations.resolve(
+        name, alpha if kind.takes_alpha else None, None if math.isinf(limit) and limit > 0 else limit
+    )
+
+
+def check_sizes(sizes: LayerSizes, spec: ActivationSpec) -> None:
+    """The kernels trust the sizes: their types must be exact, and the gate that of the activation."""
+    for name, value in asdict(sizes).items():
+        wanted = bool if name in ("gated", "bias13", "bias2") else int
+        if type(value) is not wanted or (wanted is int and value < 1):
+            raise ValueError(f"{name} is {value!r}, expected {'true or false' if wanted is bool else 'a whole number'}")
+    if sizes.gated != spec.gated:
+        raise ValueError(f"gated is {sizes.gated}, activation {spec.name} says {spec.gated}")
 
 
 def check_tensors(path: Path, kernel: MicroKernel, sizes: LayerSizes, tensors: dict[str, torch.Tensor]) -> None:

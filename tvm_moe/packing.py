@@ -70,6 +70,7 @@ class Packer:
         self.spec, self.interleaved = spec, interleaved
         self.module = module or runtime.load(self.kernel)
         self.tensors: dict[str, Tensor] = {}
+        self.used: tuple[Tensor, ...] = ()
         self.count = 0
 
     def add(self, e: int, w: ExpertWeights) -> None:
@@ -110,11 +111,14 @@ class Packer:
         start, scales = t[f"start{which}"], t[f"scale{which}"]
         start = start[e] if kernel.offset else torch.empty(panels, NR, dtype=torch.int32, device="cpu")
         scales = scales[e] if kernel.dtype == "int8" else scales
-        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (t[f"w{which}"][e], start, scales, temp)]
+        used = (t[f"w{which}"][e], start, scales, temp, w)  # kept until the module is done with their addresses
+        self.used = used
+        pointers = [ctypes.c_void_p(runtime.address(x)) for x in used[:4]]
         self.module.pack(
-            ctypes.c_void_p(w.data_ptr()), SOURCE_CODES[w.dtype], row_step, part_step, w.stride(0),
+            ctypes.c_void_p(runtime.address(w)), SOURCE_CODES[w.dtype], row_step, part_step, w.stride(0),
             valid, w.shape[1], half, panels, groups, *pointers, threads,
         )  # fmt: skip
+        self.used = ()
         column = columns(panels, NR, half, valid, row_step, part_step)
         for name, vector in ((f"scale{which}", scale), (f"bias{which}", bias)):
             if vector is not None:

@@ -47,8 +47,8 @@ def run(
 ) -> dict[str, Any]:
     """Runs, prints the table, and returns everything as JSON data; ``passed`` is False where a bound was exceeded."""
     if threads is not None:
+        tvm_moe.set_num_threads(threads)  # first: it refuses numbers on which torch would crash
         torch.set_num_threads(threads)
-        tvm_moe.set_num_threads(threads)
     load = os.getloadavg()[0]  # before this run adds its own
     opened = checkpoint.open(path)
     wanted = opened.layers if layers is None else layers

@@ -13,7 +13,7 @@ import tvm_ffi
 
 from . import modules, plan, threads
 from .activations import ActivationSpec
-from .errors import ModuleError
+from .errors import ModuleError, MoEError
 from .kernels import MicroKernel
 from .plan import LayerSizes, Plan
 
@@ -70,7 +70,12 @@ def load(kernel: MicroKernel) -> Module:
 def address(array: Any) -> int:
     """Address of the first element of a CPU array (torch, numpy, or anything with DLPack)."""
     if hasattr(array, "data_ptr"):
-        return array.data_ptr()
+        pointer = array.data_ptr()
+        if not pointer and array.numel():
+            raise MoEError(
+                f"a {type(array).__name__} has no memory of its own (fake, traced or wrapped); pass a plain tensor"
+            )
+        return pointer
     if isinstance(array, np.ndarray):
         return array.ctypes.data
     return dlpack_address(array)
@@ -105,11 +110,12 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self.array, self.start, self.size = np.empty(0, np.uint8), 0, 0
 
-    def pointer(self, size: int) -> ctypes.c_void_p:
+    def take(self, size: int) -> tuple[np.ndarray, ctypes.c_void_p]:
+        """At least ``size`` bytes at a cache line; the caller holds the array while it uses them."""
         if size > self.size:
             self.array = np.empty(size + 64, np.uint8)
             self.size, self.start = size, -(-self.array.ctypes.data // 64) * 64
-        return ctypes.c_void_p(self.start)
+        return self.array, ctypes.c_void_p(self.start)
 
 
 _scratch = Scratch()
@@ -151,11 +157,13 @@ class Layer:
         module = module or self.module
         p = self.plan(*ids.shape, module.threads(), row_stride(x), row_stride(out))
         pointer = ctypes.c_void_p
+        held, scratch = _scratch.take(p.scratch_bytes)  # a signal handler that calls us may replace the thread's array
         module.moe(
             pointer(address(x)), pointer(address(out)), pointer(address(weights)), pointer(address(ids)),
-            *self._pointers, _scratch.pointer(p.scratch_bytes), p.pointer,
+            *self._pointers, scratch, p.pointer,
             x_code(x.dtype), ids_wide(ids.dtype), on_input, *self._epilogue,
         )  # fmt: skip
+        del held
 
 
 @cache
