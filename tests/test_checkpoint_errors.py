@@ -189,3 +189,13 @@ def test_dense_layers_are_refused_by_index(tmp_path):
     tiny_models.make("deepseek_v3").save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape("layer 0 has no experts; those that have: [1]")):
         checkpoint.open(tmp_path).layer(0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"model_type": ["a"]}, {"decoder_sparse_step": "a"}, {"mlp_only_layers": 5}], ids=str
+)
+def test_values_of_an_unexpected_kind(change, tmp_path):
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4, **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        checkpoint.open(tmp_path)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MoEError
 from .files import TensorFiles, read_json, scan
 from .formats import FORMATS, LAYER_PREFIXES, Config, moe_layers, number
 from .layer import LayerReader
@@ -41,6 +41,17 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not folder.is_dir():
         hint = "give its folder" if folder.exists() else "download it first and give its folder"
         raise CheckpointError(f"{folder}: no such checkpoint folder; {hint}")
+    try:
+        return _read(folder)
+    except MoEError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder}: config.json or the index holds a value of an unexpected kind ({error}); download it again"
+        ) from error
+
+
+def _read(folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json")
     text = text_config(config)
     model_type = text.get("model_type") or config.get("model_type")
