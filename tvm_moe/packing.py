@@ -100,10 +100,8 @@ class Packer:
         w = w.detach().resolve_neg()
         if w.dtype not in SOURCE_CODES:
             w = w.float()  # f16: exact
-        if w.stride(1) != 1:
-            w = (
-                w.contiguous()
-            )  # a transposed matrix: a copy of one expert, twice as fast as strided reads in the module
+        if w.stride(1) != 1:  # transposed: a copy of one expert is twice as fast as strided reads in the module
+            w = w.contiguous()
         t, kernel = self.tensors, self.kernel
         _, panels, groups, NR, _ = t[f"w{which}"].shape
         threads = min(self.module.threads(), panels)
@@ -111,11 +109,10 @@ class Packer:
         start, scales = t[f"start{which}"], t[f"scale{which}"]
         start = start[e] if kernel.offset else torch.empty(panels, NR, dtype=torch.int32, device="cpu")
         scales = scales[e] if kernel.dtype == "int8" else scales
-        used = (t[f"w{which}"][e], start, scales, temp, w)  # kept until the module is done with their addresses
-        self.used = used
-        pointers = [ctypes.c_void_p(runtime.address(x)) for x in used[:4]]
+        self.used = (w, t[f"w{which}"][e], start, scales, temp)  # until the module is done with their addresses
+        source, *pointers = (ctypes.c_void_p(runtime.address(x)) for x in self.used)
         self.module.pack(
-            ctypes.c_void_p(runtime.address(w)), SOURCE_CODES[w.dtype], row_step, part_step, w.stride(0),
+            source, SOURCE_CODES[w.dtype], row_step, part_step, w.stride(0),
             valid, w.shape[1], half, panels, groups, *pointers, threads,
         )  # fmt: skip
         self.used = ()
