@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,12 +13,13 @@ from . import isa, runtime
 from .activations import ActivationSpec
 from .errors import MoEError
 from .kernels import MicroKernel
-from .plan import LayerSizes, pack_temp_bytes
+from .plan import LayerSizes, Matrix, pack_temp_bytes
 from .runtime import Layer
 
 Tensor = torch.Tensor
 SOURCE_CODES = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}  # compiler/driver/pack.SOURCES
 WEIGHT_DTYPE = {"int8": torch.int8, "bf16": torch.bfloat16}
+VECTORS = ("w13_scale", "w2_scale", "w13_bias", "w2_bias")
 INT8_MAX_K = 2**31 // (127 * 128)  # 133,000: beyond it an int32 sum of products could overflow
 
 
@@ -56,74 +58,96 @@ def shapes(kernel: MicroKernel, sizes: LayerSizes) -> dict[str, tuple[tuple[int,
 
 
 class Packer:
-    """Takes experts in order; `finish` gives the packed layer. The first expert decides which biases exist."""
+    """Takes experts in order; `finish` gives the packed layer. The first expert decides which biases exist.
+
+    ``batch`` experts are packed together, which is faster; their tensors must stay as they are until then.
+    """
 
     def __init__(
         self, dtype: str, num_experts: int, hidden: int, intermediate: int, spec: ActivationSpec, interleaved: bool,
-        level: str | None, module: runtime.Module | None = None,
+        level: str | None, module: runtime.Module | None = None, batch: int = 1,
     ) -> None:  # fmt: skip
         check_sizes(dtype, num_experts, hidden, intermediate)
         if interleaved and not spec.gated:
             raise MoEError(f"interleaved=True needs a gated activation, {spec.name!r} has no gate; leave it out")
         self.kernel = isa.choose(dtype, level).kernel
         self.sizes = LayerSizes(num_experts, hidden, intermediate, spec.gated)
-        self.spec, self.interleaved = spec, interleaved
+        self.spec, self.interleaved, self.batch = spec, interleaved, batch
         self.module = module or runtime.load(self.kernel)
         self.tensors: dict[str, Tensor] = {}
-        self.used: tuple[Tensor, ...] = ()
+        self.vectors: dict[str, Tensor] = {}  # scales and biases as stored [E, N]; packed once, in `finish`
+        self.waiting: list[tuple[int, str, Tensor]] = []  # expert, "13" or "2", matrix
         self.count = 0
 
     def add(self, e: int, w: ExpertWeights) -> None:
         """Pack expert ``e``; shapes and dtypes must be those of a layer of these sizes."""
         if e == 0:
-            self.sizes = replace(self.sizes, bias13=w.w13_bias is not None, bias2=w.w2_bias is not None)
-            self.tensors = {n: allocate(*spec, zero=not n.startswith("w")) for n, spec in self.layout.items()}
+            self.begin(w)
         if e != self.count or e >= self.sizes.experts:
             raise MoEError(f"experts must come in order: got expert {e}, expected {self.count} of {self.sizes.experts}")
         check_expert(e, w, self.sizes, self.kernel.dtype)
-        half = self.sizes.half(self.kernel)
-        I, H, gated = self.sizes.intermediate, self.sizes.hidden, self.sizes.gated
-        row_step, part_step = (2, 1) if self.interleaved else (1, I if gated else 0)
-        self.matrix(e, "13", w.w13, w.w13_scale, w.w13_bias, row_step, part_step, I, half)
-        self.matrix(e, "2", w.w2, w.w2_scale, w.w2_bias, 1, 0, H, self.kernel.NR)
+        for name, vectors in self.vectors.items():
+            vectors[e] = getattr(w, name).detach().reshape(-1)
         self.count += 1
+        for which, given in (("13", w.w13), ("2", w.w2)):
+            matrix = readable(given)
+            self.waiting.append((e, which, matrix))
+            if matrix is not given:  # it may be a copy: back with its memory before the next
+                self.pack_waiting()
+        if len(self.waiting) >= 2 * self.batch or self.count == self.sizes.experts:
+            self.pack_waiting()
+
+    def begin(self, first: ExpertWeights) -> None:
+        self.sizes = replace(self.sizes, bias13=first.w13_bias is not None, bias2=first.w2_bias is not None)
+        self.tensors = {n: allocate(*spec, zero=not n.startswith("w")) for n, spec in self.layout.items()}
+        for name in VECTORS:
+            if (vector := getattr(first, name)) is not None:
+                self.vectors[name] = torch.empty(self.sizes.experts, vector.numel(), dtype=torch.float32, device="cpu")
+
+    def rows(self, which: str) -> tuple[int, int, int, int]:
+        """Where packed columns come from: columns of a part in a panel, rows of a part, source rows between columns, parts."""
+        I, gated = self.sizes.intermediate, self.sizes.gated
+        if which == "2":
+            return self.kernel.NR, self.sizes.hidden, 1, 0
+        return self.sizes.half(self.kernel), I, *((2, 1) if self.interleaved else (1, I if gated else 0))
+
+    def pack_waiting(self) -> None:
+        """One parallel region for all that wait; the module writes weights, start values and (where it quantizes) scales."""
+        if not self.waiting:
+            return
+        values = array("q", bytes(8 * len(Matrix) * len(self.waiting)))
+        at, _ = values.buffer_info()
+        for i, (e, which, w) in enumerate(self.waiting):
+            values[i * len(Matrix) : (i + 1) * len(Matrix)] = array("q", self.matrix(e, which, w, at + 8 * i * len(Matrix)))
+        threads = self.module.threads()
+        temp = torch.empty(threads * pack_temp_bytes(self.kernel), dtype=torch.uint8, device="cpu")
+        pointers = ctypes.c_void_p(at), ctypes.c_void_p(runtime.address(temp))
+        self.module.pack(pointers[0], len(self.waiting), pointers[1], threads)
+        self.waiting = []
+
+    def matrix(self, e: int, which: str, w: Tensor, at: int) -> list[int]:
+        """One matrix as `plan.Matrix` says, for a description at address ``at``."""
+        half, valid, row_step, part_step = self.rows(which)
+        t = self.tensors
+        _, panels, groups, _, _ = t[f"w{which}"].shape
+        packed, start, scale = (t[f"{name}{which}"] for name in ("w", "start", "scale"))
+        start = start[e] if self.kernel.offset else start
+        scale = scale[e] if self.kernel.dtype == "int8" else scale
+        addresses = (runtime.address(x) - at for x in (w, packed[e], start, scale))
+        return [SOURCE_CODES[w.dtype], row_step, part_step, w.stride(0), valid, w.shape[1], half, panels, groups, *addresses]
 
     @property
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return shapes(self.kernel, self.sizes)
 
-    def matrix(
-        self, e: int, which: str, w: Tensor, scale: Tensor | None, bias: Tensor | None,
-        row_step: int, part_step: int, valid: int, half: int,
-    ) -> None:  # fmt: skip
-        """Pack one matrix [N, K]; the module writes weights, start values and (where it quantizes) scales."""
-        w = w.detach().resolve_neg()
-        if w.dtype not in SOURCE_CODES:
-            w = w.float()  # f16: exact
-        if w.stride(1) != 1:  # transposed: a copy of one expert is twice as fast as strided reads in the module
-            w = w.contiguous()
-        t, kernel = self.tensors, self.kernel
-        _, panels, groups, NR, _ = t[f"w{which}"].shape
-        threads = min(self.module.threads(), panels)
-        temp = torch.empty(threads * pack_temp_bytes(kernel), dtype=torch.uint8, device="cpu")
-        start, scales = t[f"start{which}"], t[f"scale{which}"]
-        start = start[e] if kernel.offset else torch.empty(panels, NR, dtype=torch.int32, device="cpu")
-        scales = scales[e] if kernel.dtype == "int8" else scales
-        self.used = (w, t[f"w{which}"][e], start, scales, temp)  # until the module is done with their addresses
-        source, *pointers = (ctypes.c_void_p(runtime.address(x)) for x in self.used)
-        self.module.pack(
-            source, SOURCE_CODES[w.dtype], row_step, part_step, w.stride(0),
-            valid, w.shape[1], half, panels, groups, *pointers, threads,
-        )  # fmt: skip
-        self.used = ()
-        column = columns(panels, NR, half, valid, row_step, part_step)
-        for name, vector in ((f"scale{which}", scale), (f"bias{which}", bias)):
-            if vector is not None:
-                fill(t[name][e], vector, column)
-
     def finish(self) -> Layer:
         if self.count != self.sizes.experts:
             raise MoEError(f"got {self.count} experts, expected {self.sizes.experts}")
+        for name, vectors in self.vectors.items():
+            which, kind = name[1:].split("_")
+            packed = self.tensors[f"{kind}{which}"]
+            half, *rows = self.rows(which)
+            fill(packed, vectors, columns(packed.shape[1], self.kernel.NR, half, *rows))
         for name in ("scale13", "scale2"):
             bad = torch.nonzero(~torch.isfinite(self.tensors[name]).all(-1).all(-1))
             if len(bad):
@@ -131,6 +155,15 @@ class Packer:
                     f"expert {int(bad[0])}, w{name[5:]}: weights or scales are not finite (NaN or Inf); check the checkpoint"
                 )
         return Layer(self.kernel, self.sizes, self.spec, self.tensors)
+
+
+def readable(w: Tensor) -> Tensor:
+    """``w`` itself if the module can read it, else a copy of this one expert."""
+    if w.requires_grad or w.is_neg():
+        w = w.detach().resolve_neg()
+    if w.dtype not in SOURCE_CODES:
+        w = w.float()  # f16: exact
+    return w if w.stride(1) == 1 else w.contiguous()  # twice as fast as strided reads in the module
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, zero: bool) -> Tensor:
@@ -158,12 +191,10 @@ def columns(panels: int, NR: int, half: int, valid: int, row_step: int, part_ste
     return torch.where(i < valid, i * row_step + c // half * part_step, -1)
 
 
-def fill(out: Tensor, vector: Tensor, column: Tensor) -> None:
-    """A per-channel vector [N] or [N, 1] in packed order [panels, NR]; padding columns are zero."""
-    padded = torch.cat(
-        (vector.detach().resolve_neg().reshape(-1).float(), torch.zeros(1, dtype=torch.float32, device="cpu"))
-    )  # index -1 is the zero at the end
-    torch.take(padded, torch.where(column < 0, len(padded) - 1, column), out=out)
+def fill(out: Tensor, vectors: Tensor, column: Tensor) -> None:
+    """Per-channel vectors [E, N] in packed order [E, panels, NR]; padding columns are zero."""
+    torch.index_select(vectors, 1, column.clamp(min=0).reshape(-1), out=out.view(len(vectors), -1))
+    out.masked_fill_(column < 0, 0)
 
 
 def check_sizes(dtype: str, E: int, H: int, I: int) -> None:

@@ -19,7 +19,7 @@ ITEMS_PER_THREAD = 24  # work items a stage should offer each thread, so that th
 CHUNK_BYTES = 256 << 10  # K chunk of a panel that stays in L2 while the rows of a block pass
 Y_RING_BYTES = 8 << 20  # down projection results waiting to be combined: what may stay in L3
 PREPARE_ROWS = 8  # rows per quantization item
-PACK_UNITS = 256  # K groups that packing converts before it transposes them: rows stream from memory, NR of them fit L2
+PACK_UNITS = 64  # K groups of NR rows that packing converts before it transposes them: they stay in L1
 
 
 class Field(IntEnum):
@@ -67,6 +67,24 @@ class Field(IntEnum):
     AT_H = auto()
     AT_H_SCALE = auto()
     AT_Y = auto()
+
+
+class Matrix(IntEnum):
+    """Index into the description of one matrix [N, K] to pack. AT_* are addresses relative to that of the description."""
+
+    SOURCE = 0  # compiler/driver/pack.SOURCES
+    ROW_STEP = auto()  # source rows between two columns of a part
+    PART_STEP = auto()  # source rows between gate and up
+    N_STRIDE = auto()  # elements between two source rows
+    VALID = auto()  # columns of a part
+    K = auto()
+    HALF = auto()  # columns of a part in a panel
+    PANELS = auto()
+    GROUPS = auto()
+    AT_FROM = auto()
+    AT_PACKED = auto()
+    AT_START = auto()
+    AT_SCALE = auto()
 
 
 @dataclass(frozen=True)
@@ -194,5 +212,5 @@ def pack_row(kernel: MicroKernel) -> int:
 
 
 def pack_temp_bytes(kernel: MicroKernel) -> int:
-    """Working memory packing needs per thread: the chunk, and where each column's source row starts (int64)."""
-    return kernel.NR * (pack_row(kernel) * kernel.itemsize + 8)
+    """Working memory packing needs per thread: the chunk; per column an int64 (its source row) and an int32 (its sum)."""
+    return kernel.NR * (pack_row(kernel) * kernel.itemsize + 8 + 4)

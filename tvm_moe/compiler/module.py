@@ -117,6 +117,7 @@ def build_ir(kernel: MicroKernel, arch: str) -> tvm.IRModule:
         N.tiles["int32"]: tiles.tiles("int32"),
         N.tiles["int64"]: tiles.tiles("int64"),
         **family(N.pack_panel, {c: pack.pack_panel(kernel, s) for c, s in pack.sources(kernel).items()}),
+        N.pack_part: pack.pack_part(kernel),
         GlobalVar("moe"): worker.entry(),
         GlobalVar("pack"): pack.entry(kernel),
         GlobalVar("check_panel"): gemm.check_panel(),

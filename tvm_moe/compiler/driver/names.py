@@ -1,13 +1,15 @@
-"""Names that the driver's files share: GlobalVars of the private functions, and the plan's fields."""
+"""Names that the driver's files share: GlobalVars of the private functions, and the fields of plan and matrix."""
 
 from __future__ import annotations
 
 from tvm.ir import GlobalVar
 
-from ...plan import Field
+from ...plan import Field, Matrix
 
 F = Field
+M = Matrix
 FIELDS = len(Field)
+MATRIX_FIELDS = len(Matrix)
 
 
 class N:
@@ -28,4 +30,5 @@ class N:
     combine_item = GlobalVar("combine_item")
     worker = GlobalVar("worker")
     pack_panel = GlobalVar("pack_panel")
+    pack_part = GlobalVar("pack_part")
     tiles = {"int32": GlobalVar("tiles_int32"), "int64": GlobalVar("tiles_int64")}  # noqa: RUF012
