@@ -8,6 +8,7 @@ import threading
 import traceback
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -154,6 +155,32 @@ def test_a_forked_child_computes_serially_and_says_so_once(kernel, set_num_threa
     assert report == "", report
     assert torch.equal(case.run(packed), want)
     assert tvm_moe.get_num_threads() == 2
+
+
+def test_a_forked_child_may_need_torch_operations(kernel):
+    """Each of these enters an OpenMP region of torch in this process; in a child that would wait for threads forever."""
+    torch.ones(1 << 20).add_(1)  # the team exists
+    case = make_case(T=300, E=4, H=512, I=70, k=2, dtype=kernel.dtype)
+    case = case.but(x=case.x.half())
+    if kernel.dtype == "bf16":
+        case = case.but(w13=case.w13.half(), w2=case.w2.half())
+    want = case.run(case.pack(kernel)).numpy()
+    precise = case.but(weights=case.weights.double())
+    logits, before = torch.randn(20000, 4), torch.get_num_threads()
+
+    def work():
+        warnings.simplefilter("ignore")
+        packed = case.pack(kernel)
+        turned = torch.empty(case.x.shape[::-1], dtype=torch.float16).t()
+        for got in (case.run(packed), case.run(packed, turned), precise.run(packed)):
+            assert np.array_equal(got.numpy(), want)  # numpy: torch.equal would hang in here
+        none = torch.empty(len(case.x), 0)
+        assert not tvm_moe.fused_moe(case.x, packed, none, none.int()).numpy().any()
+        assert tvm_moe.route(logits, 2)[1].shape == (20000, 2)
+        assert torch.get_num_threads() == before
+
+    report = in_child(work)
+    assert report == "", report
 
 
 def test_the_child_helper_reports_failures():

@@ -6,11 +6,14 @@ import torch
 
 from .errors import MoEError
 from .experts import ExpertWeights, PackedExperts
+from .threads import fork_safe
 
 Tensor = torch.Tensor
+BATCH = 8  # experts packed in one parallel region; 1 took 1.1 to 1.25 times as long, 16 no less
 IO_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
+@fork_safe
 def pack_experts(
     w13: Tensor,
     w2: Tensor,
@@ -55,7 +58,7 @@ def pack_experts(
 
     return PackedExperts.from_experts(
         map(expert, range(E)), E, H, I, dtype=dtype, activation=activation, alpha=alpha, limit=limit,
-        interleaved=interleaved, isa=isa,
+        interleaved=interleaved, isa=isa, batch=BATCH,
     )  # fmt: skip
 
 
@@ -84,6 +87,7 @@ def check_vector(name: str, vector: Tensor | None, E: int, N: int) -> None:
         raise MoEError(f"{name} holds NaN or Inf; check the checkpoint")
 
 
+@fork_safe
 def fused_moe(
     hidden_states: Tensor,
     experts: PackedExperts,

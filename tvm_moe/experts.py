@@ -13,6 +13,7 @@ from .kernels import MicroKernel
 from .packed_file import FORMAT
 from .packing import ExpertWeights, Packer, repack
 from .runtime import Layer
+from .threads import fork_safe
 
 
 class PackedExperts:
@@ -77,6 +78,7 @@ class PackedExperts:
         )
 
     @classmethod
+    @fork_safe
     def from_experts(
         cls,
         experts: Iterable[ExpertWeights],
@@ -91,10 +93,14 @@ class PackedExperts:
         interleaved: bool = False,
         isa: str | None = None,
         progress: Callable[[int], None] | None = None,
+        batch: int = 1,
     ) -> PackedExperts:
-        """Pack experts one at a time as they come: memory is the packed layer and one expert. ``progress(e)`` after each."""
+        """Pack experts as they come: memory is the packed layer and ``batch`` experts. ``progress(e)`` after each.
+
+        ``batch`` experts are packed at a time; their tensors must stay as they are meanwhile.
+        """
         spec = activations.resolve(activation, alpha, limit)
-        packer = Packer(dtype, num_experts, hidden_size, intermediate_size, spec, interleaved, isa)
+        packer = Packer(dtype, num_experts, hidden_size, intermediate_size, spec, interleaved, isa, batch=batch)
         for e, expert in enumerate(experts):
             packer.add(e, expert)
             if progress is not None:
@@ -106,6 +112,7 @@ class PackedExperts:
         packed_file.write(self.layer, Path(path))
 
     @classmethod
+    @fork_safe
     def load(cls, path: str | Path, isa: str | None = None) -> PackedExperts:
         """Map a file that `save` wrote. Packed for a level this CPU cannot execute (or other than ``isa``): repacked."""
         layer = packed_file.read(Path(path))

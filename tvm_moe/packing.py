@@ -89,12 +89,16 @@ class Packer:
         for name, vectors in self.vectors.items():
             vectors[e] = getattr(w, name).detach().reshape(-1)
         self.count += 1
-        for which, given in (("13", w.w13), ("2", w.w2)):
-            matrix = readable(given)
-            self.waiting.append((e, which, matrix))
-            if matrix is not given:  # it may be a copy: back with its memory before the next
-                self.pack_waiting()
+        self.take(e, "13", w.w13)
+        self.take(e, "2", w.w2)
         if len(self.waiting) >= 2 * self.batch or self.count == self.sizes.experts:
+            self.pack_waiting()
+
+    def take(self, e: int, which: str, given: Tensor) -> None:
+        """Let a matrix wait, unless it had to be copied: memory of ours goes back before the next copy."""
+        matrix = readable(given)
+        self.waiting.append((e, which, matrix))
+        if matrix is not given:
             self.pack_waiting()
 
     def begin(self, first: ExpertWeights) -> None:
@@ -105,7 +109,7 @@ class Packer:
                 self.vectors[name] = torch.empty(self.sizes.experts, vector.numel(), dtype=torch.float32, device="cpu")
 
     def rows(self, which: str) -> tuple[int, int, int, int]:
-        """Where packed columns come from: columns of a part in a panel, rows of a part, source rows between columns, parts."""
+        """Where columns come from: columns of a part in a panel, rows of a part, source rows between columns and parts."""
         I, gated = self.sizes.intermediate, self.sizes.gated
         if which == "2":
             return self.kernel.NR, self.sizes.hidden, 1, 0
@@ -115,26 +119,31 @@ class Packer:
         """One parallel region for all that wait; the module writes weights, start values and (where it quantizes) scales."""
         if not self.waiting:
             return
-        values = array("q", bytes(8 * len(Matrix) * len(self.waiting)))
+        fields, size = len(Matrix), 8 * len(Matrix)
+        values = array("q", bytes(size * len(self.waiting)))
         at, _ = values.buffer_info()
-        for i, (e, which, w) in enumerate(self.waiting):
-            values[i * len(Matrix) : (i + 1) * len(Matrix)] = array("q", self.matrix(e, which, w, at + 8 * i * len(Matrix)))
+        for i, waiting in enumerate(self.waiting):
+            matrix = self.matrix(*waiting, at + i * size)
+            values[i * fields : (i + 1) * fields] = array("q", (matrix[field] for field in Matrix))
         threads = self.module.threads()
         temp = torch.empty(threads * pack_temp_bytes(self.kernel), dtype=torch.uint8, device="cpu")
-        pointers = ctypes.c_void_p(at), ctypes.c_void_p(runtime.address(temp))
-        self.module.pack(pointers[0], len(self.waiting), pointers[1], threads)
+        self.module.pack(ctypes.c_void_p(at), len(self.waiting), ctypes.c_void_p(runtime.address(temp)), threads)
         self.waiting = []
 
-    def matrix(self, e: int, which: str, w: Tensor, at: int) -> list[int]:
-        """One matrix as `plan.Matrix` says, for a description at address ``at``."""
+    def matrix(self, e: int, which: str, w: Tensor, at: int) -> dict[Matrix, int]:
+        """One matrix for the module, in a description at address ``at``."""
         half, valid, row_step, part_step = self.rows(which)
-        t = self.tensors
-        _, panels, groups, _, _ = t[f"w{which}"].shape
-        packed, start, scale = (t[f"{name}{which}"] for name in ("w", "start", "scale"))
+        packed, start, scale = (self.tensors[f"{name}{which}"] for name in ("w", "start", "scale"))
+        _, panels, groups, _, _ = packed.shape
         start = start[e] if self.kernel.offset else start
         scale = scale[e] if self.kernel.dtype == "int8" else scale
-        addresses = (runtime.address(x) - at for x in (w, packed[e], start, scale))
-        return [SOURCE_CODES[w.dtype], row_step, part_step, w.stride(0), valid, w.shape[1], half, panels, groups, *addresses]
+        M = Matrix
+        return {
+            M.SOURCE: SOURCE_CODES[w.dtype], M.ROW_STEP: row_step, M.PART_STEP: part_step, M.N_STRIDE: w.stride(0),
+            M.VALID: valid, M.K: w.shape[1], M.HALF: half, M.PANELS: panels, M.GROUPS: groups,
+            M.AT_FROM: runtime.address(w) - at, M.AT_PACKED: runtime.address(packed[e]) - at,
+            M.AT_START: runtime.address(start) - at, M.AT_SCALE: runtime.address(scale) - at,
+        }  # fmt: skip
 
     @property
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -162,7 +171,7 @@ def readable(w: Tensor) -> Tensor:
     if w.requires_grad or w.is_neg():
         w = w.detach().resolve_neg()
     if w.dtype not in SOURCE_CODES:
-        w = w.float()  # f16: exact
+        return w.to(torch.float32, memory_format=torch.contiguous_format)  # f16: exact
     return w if w.stride(1) == 1 else w.contiguous()  # twice as fast as strided reads in the module
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import MoEError
+from .threads import fork_safe
 
 # Score functions of float64 logits [T, E]. `logaddexp` is softplus without torch's cut-off at 20.
 SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -18,6 +19,7 @@ SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@fork_safe
 @torch.no_grad()
 def route(
     router_logits: Tensor,

@@ -11,11 +11,16 @@ import ctypes.util
 import os
 import sys
 import warnings
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from .errors import MoEError, SlowPathWarning
 
+P = ParamSpec("P")
+R = TypeVar("R")
 CGROUP_ROOT, CGROUP_LISTING = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _explicit: int | None = None
 _forked = False
@@ -122,6 +127,33 @@ def said() -> list[str]:
 def _after_fork() -> None:
     global _forked
     _forked = True
+
+
+def fork_safe(function: Callable[P, R]) -> Callable[P, R]:
+    """For functions that call torch operations: in a forked child these run on one thread while the call lasts.
+
+    An OpenMP region of more threads would wait forever for threads that did not survive the fork.
+    """
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _forked:
+            return function(*args, **kwargs)
+        with torch_on_one_thread():
+            return function(*args, **kwargs)
+
+    return called
+
+
+@contextmanager
+def torch_on_one_thread() -> Iterator[None]:
+    torch = sys.modules["torch"]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -108,14 +108,30 @@ def own_figures(cell: Data) -> str:
 
 
 def packing_table(rows: list[Data]) -> Table:
-    table = Table(
-        title="packing a layer", caption="GB/s: source read and packed layer written.", caption_justify="left"
+    caption = (
+        "GB/s: source read and packed layer written, into new memory, and into memory the process already had.\n"
+        "copy: a plain copy of the source into new memory. read: reading the source."
     )
-    for name in ("model", "source", "packed", "s", "GB/s", "packed MiB", "extra MiB", "expert MiB"):
+    table = Table(title="packing a layer", caption=caption, caption_justify="left")
+    names = (
+        "model",
+        "source",
+        "packed",
+        "s",
+        "GB/s",
+        "reused",
+        "copy",
+        "read",
+        "packed MiB",
+        "extra MiB",
+        "expert MiB",
+    )
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
+        speeds = (row[name] and f"{row[name]:.1f}" for name in ("gbs", "reused_gbs", "copy_gbs", "read_gbs"))
         sizes = (f"{row[name] / 2**20:.1f}" for name in ("packed_bytes", "extra_bytes", "expert_bytes"))
-        table.add_row(row["model"], row["source"], row["packed"], f"{row['seconds']:.3g}", f"{row['gbs']:.1f}", *sizes)
+        table.add_row(row["model"], row["source"], row["packed"], f"{row['seconds']:.3g}", *speeds, *sizes)
     return table
 
 

@@ -88,9 +88,12 @@ def pack_panel(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
             k0: T.let = q * T.int64(chunk)
             kn: T.let = T.min(K - k0, T.int64(chunk))
             units: T.let = T.min(T.int64(UNITS), k_groups - q * T.int64(UNITS))
+            # What this column needs next: the panel's next chunk, or the next panel's first one. Where the panel has been
+            # read already, for its scales, it is in L2: then the same chunk of the next panel.
+            in_panel: T.let = tirx.all(tirx.const(not quantizes), (q + T.int64(1)) * T.int64(UNITS) < k_groups)
             next_k: T.let = T.if_then_else(
-                (q + T.int64(1)) * T.int64(UNITS) < k_groups, k0 + T.int64(chunk), half * row_step * n_stride
-            )  # the column's next chunk: of this panel, or the first of the next panel
+                in_panel, k0 + T.int64(chunk), half * row_step * n_stride + (k0 if quantizes else T.int64(0))
+            )
             for c in range(T.int64(NR)):
                 first: T.let = R[c] + k0
                 by: T.let = D[c]
