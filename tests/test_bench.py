@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 
 from tvm_moe import isa, kernels, reference
-from tvm_moe.bench import checks, machine, packages, peers, probes, report, run
+from tvm_moe.bench import cells, checks, machine, packages, peers, probes, report, run
 from tvm_moe.bench.fleet import Entry, arrange
 from tvm_moe.bench.layers import Source, alternate, layers_in_rotation
 from tvm_moe.bench.options import Options, shape
 from tvm_moe.bench.remote import Remote, SideFailedError
-from tvm_moe.bench.roofline import Roofline
+from tvm_moe.bench.roofline import Limits, Roofline
 from tvm_moe.bench.routing import Workload, draw
 from tvm_moe.bench.timing import Spread, rounds
 from tvm_moe.bench.worker import Job
@@ -188,8 +188,9 @@ def test_probes(kernel):
 
 CELL = {
     "model", "H", "I", "E", "k", "activation", "bias", "tokens", "routing", "dtype", "touched_experts", "operations",
-    "bytes", "peak_gops", "bandwidth_gbs", "roofline_ms", "roofline_limit", "sides", "ratio", "best_peer",
-    "ratio_to_best_peer", "int8_over_bf16", "skew_cost", "layers", "load",
+    "bytes", "peak_gops", "bandwidth_gbs", "roofline_ms", "roofline_q1_ms", "roofline_q3_ms",
+    "roofline_limit", "sides", "ratio", "best_peer", "ratio_to_best_peer",
+    "int8_over_bf16", "skew_cost", "layers", "load",
 }  # fmt: skip
 SIDE = {"side", "ms", "q1_ms", "q3_ms", "least_ms", "most_ms", "count", "gops", "gbs", "roofline", "check"}
 
@@ -207,23 +208,36 @@ def test_a_whole_run(tmp_path, monkeypatch):
     made = run.run(options)
     assert run.passed(made)
     assert json.loads(json.dumps(made, allow_nan=False)) is not None
-    cells = {(c["routing"], c["dtype"]): c for c in made["cells"]}
-    assert set(cells) == {(r, d) for r in ("uniform", "hot") for d in ("int8", "bf16")}
-    for cell in cells.values():
+    found = {(c["routing"], c["dtype"]): c for c in made["cells"]}
+    assert set(found) == {(r, d) for r in ("uniform", "hot") for d in ("int8", "bf16")}
+    for cell in found.values():
         assert set(cell) == CELL
         assert all(set(side) == SIDE and side["check"]["passed"] and side["count"] == 2 for side in cell["sides"])
         assert cell["operations"] == 2 * 5 * 2 * 3 * 64 * 32
         assert cell["bytes"] == cell["touched_experts"] * 3 * 64 * 32 * {"int8": 1, "bf16": 2}[cell["dtype"]]
         assert (cell["skew_cost"] is None) == (cell["routing"] == "uniform")
         assert (cell["int8_over_bf16"] is None) == (cell["dtype"] == "bf16")
-    assert [s["side"] for s in cells["uniform", "bf16"]["sides"]] == ["tvm_moe", "torch"]
-    assert cells["uniform", "bf16"]["best_peer"] == "torch"
-    assert cells["uniform", "int8"]["ratio"] == {}
+    assert [s["side"] for s in found["uniform", "bf16"]["sides"]] == ["tvm_moe", "torch"]
+    assert found["uniform", "bf16"]["best_peer"] == "torch"
+    assert found["uniform", "int8"]["ratio"] == {}
     reasons = {row["side"]: row["reason"] for row in made["absent"] if row["dtype"] == "bf16"}
     assert set(reasons) == {"zentorch", "zentorch-nr64", "vllm"}
     text = rendered(made)
     assert "peers not asked for: hf" in text
     assert all(name in text for name in ("limit", "torch", "INT8 over BF16", "skew costs", "vllm"))
+
+
+def test_sides_are_compared_within_a_round():
+    """The machine gave half in the second round: neither our share of the limit nor the ratio may notice."""
+    right = checks.Check(error=0, bound=1)
+    results = [cells.Result("tvm_moe", [1.0, 2.0, 1.0], right), cells.Result("torch", [3.0, 6.0, 3.0], right)]
+    limits = [Limits({"bf16": 1e30}, bandwidth) for bandwidth in (2.0, 1.0, 2.0)]
+    made = cells.cell(TINY, Workload(1, "uniform"), "bf16", 1, results, limits)
+    nbytes = Source(TINY, "bf16").expert_bytes
+    assert made["ratio"] == {"torch": 3}
+    assert (made["best_peer"], made["ratio_to_best_peer"]) == ("torch", 3)
+    assert [side["roofline"] for side in made["sides"]] == [nbytes / 2, nbytes / 6]
+    assert (made["roofline_ms"], made["roofline_limit"]) == (nbytes / 2 * 1e3, "memory")
 
 
 def test_without_a_compiler_there_is_no_roofline(monkeypatch):

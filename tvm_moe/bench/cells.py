@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,52 +21,62 @@ class Result:
     """What one side did: times, and whether its output was right (None: it was not asked)."""
 
     side: str
-    spread: Spread
+    seconds: list[float]  # a call a round
     check: Check | None
 
 
 def cell(
-    shape: LayerShape, workload: Workload, dtype: str, touched: float, results: list[Result], limits: Limits | None
+    shape: LayerShape, workload: Workload, dtype: str, touched: float, results: list[Result], limits: list[Limits]
 ) -> dict[str, Any]:
-    """Plain data. ``touched``: experts a call reads; ``limits``: None where no probe could run."""
+    """Plain data. ``touched``: experts a call reads; ``limits``: of each round, none where no probe could run."""
     operations = shape.operations(workload.tokens)
     nbytes = touched * Source(shape, dtype).expert_bytes
-    roof = None if limits is None else Roofline(operations, nbytes, limits.peak[dtype], limits.bandwidth)
+    roofs = [Roofline(operations, nbytes, x.peak[dtype], x.bandwidth) for x in limits]
+    roof = Spread.of([r.seconds for r in roofs]) if roofs else None
     made: dict[str, Any] = {
         "model": shape.name, "H": shape.H, "I": shape.I, "E": shape.E, "k": shape.k,
         "activation": shape.activation, "bias": shape.bias,
         "tokens": workload.tokens, "routing": workload.routing, "dtype": dtype,
         "touched_experts": touched, "operations": operations, "bytes": nbytes,
-        "peak_gops": roof and roof.peak / 1e9, "bandwidth_gbs": roof and roof.bandwidth / 1e9,
-        "roofline_ms": roof and roof.seconds * 1e3, "roofline_limit": roof and roof.limit,
-        "sides": [side(result, operations, nbytes, roof) for result in results],
+        "peak_gops": median(r.peak / 1e9 for r in roofs), "bandwidth_gbs": median(r.bandwidth / 1e9 for r in roofs),
+        "roofline_ms": roof and roof.median * 1e3, "roofline_q1_ms": roof and roof.q1 * 1e3,
+        "roofline_q3_ms": roof and roof.q3 * 1e3, "roofline_limit": roofs[len(roofs) // 2].limit if roofs else None,
+        "sides": [side(result, operations, nbytes, roofs) for result in results],
         "int8_over_bf16": None, "skew_cost": None,
     }  # fmt: skip
-    return made | ratios(made["sides"])
+    return made | ratios(results)
 
 
-def side(result: Result, operations: float, nbytes: float, roof: Roofline | None) -> dict[str, Any]:
-    """Times in ms; useful GOPS; GB/s of touched weights; share of the roofline."""
-    median = result.spread.median
-    times = {name: value * 1e3 for name, value in asdict(result.spread).items() if name != "count"}
+def side(result: Result, operations: float, nbytes: float, roofs: list[Roofline]) -> dict[str, Any]:
+    """Times in ms; useful GOPS; GB/s of touched weights; share of the roofline, round by round."""
+    spread = Spread.of(result.seconds)
+    times = {name: value * 1e3 for name, value in asdict(spread).items() if name != "count"}
     check = result.check and {**asdict(result.check), "passed": result.check.passed}
     return {
         "side": result.side, "ms": times.pop("median"), **{f"{name}_ms": value for name, value in times.items()},
-        "count": result.spread.count, "gops": operations / median / 1e9, "gbs": nbytes / median / 1e9,
-        "roofline": roof and roof.share(median), "check": check,
+        "count": spread.count, "gops": operations / spread.median / 1e9, "gbs": nbytes / spread.median / 1e9,
+        "roofline": median(r.share(s) for r, s in zip(roofs, result.seconds, strict=False)), "check": check,
     }  # fmt: skip
 
 
-def ratios(sides: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many times as fast as each peer, and as the best of those whose output is right, we are (by medians)."""
-    ours = next((s["ms"] for s in sides if s["side"] == OURS.name), None)
-    peers = {s["side"]: s["ms"] for s in sides if s["side"] != OURS.name and s["check"] and s["check"]["passed"]}
-    best = min(peers, key=peers.__getitem__) if peers else None
-    return {
-        "ratio": {name: ms / ours for name, ms in peers.items()} if ours else {},
-        "best_peer": best,
-        "ratio_to_best_peer": peers[best] / ours if best and ours else None,
-    }
+def median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
+
+
+def ratios(results: list[Result]) -> dict[str, Any]:
+    """How many times as fast as each peer, and as the best of those whose output is right, we are.
+
+    Medians of the ratios within a round: what the machine gives changes by a factor of two from second to second, and
+    both sides of a round had the same.
+    """
+    ours = next((r.seconds for r in results if r.side == OURS.name), None)
+    peers = {r.side: r.seconds for r in results if r.side != OURS.name and r.check and r.check.passed}
+    ratio = (
+        {n: statistics.median(p / o for p, o in zip(s, ours, strict=True)) for n, s in peers.items()} if ours else {}
+    )
+    best = min(ratio, key=ratio.__getitem__) if ratio else None
+    return {"ratio": ratio, "best_peer": best, "ratio_to_best_peer": ratio[best] if best else None}
 
 
 def our_ms(cell: dict[str, Any]) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 from .. import isa, report
 from .options import Options
 
-FORMAT = 1  # raise when a key of the result changes its meaning
+FORMAT = 2  # raise when a key of the result changes its meaning
 CPUS = Path("/sys/devices/system/cpu")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import isa, modules
 from ..kernels import MicroKernel
+from ..packing import advise_huge_pages
 from ..runtime import Library
 from .roofline import Limits
 
@@ -61,20 +62,16 @@ class Probes:
         self.data = aligned(max(stream_bytes, 4 * l3_bytes))
 
     def measure(self, threads: int) -> Limits:
+        """What the machine gives at this moment; the callers take turns with it and compare within a round."""
         reader = next(iter(self.rows.values()))
-        peaks = {dtype: probe.peak(threads) for dtype, probe in self.rows.items()}
-        return Limits(peaks, reader.bandwidth(self.data, threads))
-
-
-def best(*limits: Limits) -> Limits:
-    """The highest of each: a limit is what was reached, however briefly."""
-    peaks = {dtype: max(x.peak[dtype] for x in limits) for dtype in limits[0].peak}
-    return Limits(peaks, max(x.bandwidth for x in limits))
+        peaks = {dtype: probe.peak(threads, repetitions=1) for dtype, probe in self.rows.items()}
+        return Limits(peaks, reader.bandwidth(self.data, threads, repetitions=1))
 
 
 def aligned(size: int) -> np.ndarray:
-    """``size`` zero bytes at a cache line, written once, so that they are pages of their own."""
+    """``size`` zero bytes at a cache line, written once, so that they are pages of their own; huge ones, as layers have."""
     raw = np.empty(size + 64, np.uint8)
+    advise_huge_pages(raw.ctypes.data, raw.nbytes)
     raw[:] = 0
     start = -raw.ctypes.data % 64
     return raw[start : start + size]

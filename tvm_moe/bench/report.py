@@ -64,8 +64,9 @@ def cells_table(cells: list[Data]) -> Table:
     first = cells[0]
     shape = ", ".join(f"{n} {first[n]}" for n in "HIEk") + f", {first['activation']}" + ", bias" * first["bias"]
     caption = (
-        "ms: median (quartiles). GOPS: useful operations. GB/s: touched weights. roofline: share of what the measured "
-        "peak and bandwidth allow. ratio: times as fast as that side we are.\nerror: relative norm against f32 / its bound."
+        "ms: median (quartiles). GOPS: useful operations. GB/s: touched weights. roofline: share of what peak and bandwidth "
+        "allow, measured in the same rounds.\nratio: times as fast as that side we are, median over rounds. "
+        "error: relative norm against f32 / its bound."
     )
     table = Table(title=f"{first['model']} ({shape})", caption=caption, caption_justify="left")
     for name in ("tokens", "dtype", "side", "ms", "GOPS", "GB/s", "roofline", "ratio", "error", ""):
@@ -84,7 +85,14 @@ def limit_line(cell: Data) -> list[str]:
     if cell["roofline_ms"] is None:
         return [*key, "limit", *["-"] * 6, ""]
     gops, gbs = (cell[name] / cell["roofline_ms"] / 1e6 for name in ("operations", "bytes"))
-    figures = [f"{cell['roofline_ms']:.3g}", f"{gops:.0f}", f"{gbs:.1f}", "100%", "", ""]
+    figures = [
+        f"{cell['roofline_ms']:.3g} ({cell['roofline_q1_ms']:.3g}-{cell['roofline_q3_ms']:.3g})",
+        f"{gops:.0f}",
+        f"{gbs:.1f}",
+        "100%",
+        "",
+        "",
+    ]
     return [*key, "limit", *figures, f"{cell['roofline_limit']}; {cell['touched_experts']:.3g} experts touched"]
 
 

@@ -1,9 +1,10 @@
-"""The whole benchmark: for each model start the sides, for each workload let them take turns, measure the machine's limits
-around it, check outputs, and return everything as plain data.
+"""The whole benchmark: for each model start the sides, for each workload let them take turns, the machine's limits among
+them, check outputs, and return everything as plain data.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from . import cells, checks, machine, peers
 from .fleet import Entry, Fleet, arrange, layer_bytes
 from .layers import Source, layers_in_rotation
 from .options import Options
-from .probes import Probes, best
+from .probes import Probes
 from .roofline import Limits
 from .routing import Workload
 from .timing import Spread, rounds
@@ -48,9 +49,6 @@ class Run:
         except ModuleError as error:  # no compiler: times are right all the same
             self.report["notes"].append(f"no roofline: {error}")
             return None
-
-    def limits(self) -> Limits | None:
-        return None if self.probes is None else self.probes.measure(self.threads)
 
     def whole(self) -> dict[str, Any]:
         for shape in self.options.shapes:
@@ -99,10 +97,7 @@ class Run:
         both = [workload, workload.flat] if workload.skewed else [workload]
         fleet.prepare(both)
         turns = [(e, w) for e in fleet.remotes for w in (both if e.side is peers.OURS else both[:1])]
-        before = self.limits()
-        times = rounds(turns, fleet.call, self.options.budget, self.options.fewest_rounds) if turns else {}
-        after = self.limits()
-        limits = best(before, after) if before and after else None
+        times, limits = self.take_turns(turns, fleet) if turns else ({}, [])
         for dtype in self.options.dtypes:
             ended = {e: times[e, w] for e, w in times if e.dtype == dtype and w is workload}
             if ended:
@@ -113,9 +108,28 @@ class Run:
                     made["skew_cost"] = ours / 1e3 / Spread.of(flat).median
                 self.report["cells"].append(made | {"layers": layers[dtype], "load": machine.load()})
 
+    def take_turns(
+        self, turns: list[tuple[Entry, Workload]], fleet: Fleet
+    ) -> tuple[dict[tuple[Entry, Workload], list[float]], list[Limits]]:
+        """Seconds of every call, and what the machine allowed in each round: the probes take turns as the sides do."""
+        limits: list[Limits] = []
+
+        def call(turn: tuple[Entry, Workload] | None, i: int) -> float | None:
+            if turn is not None:
+                return fleet.call(turn, i)
+            start = time.perf_counter()
+            assert self.probes is not None
+            limits.append(self.probes.measure(self.threads))
+            return time.perf_counter() - start
+
+        everyone = [None, *turns] if self.probes else turns
+        times = rounds(everyone, call, self.options.budget, self.options.fewest_rounds)
+        counted = len(times.get(None, ()))
+        return {turn: seconds for turn, seconds in times.items() if turn}, limits[len(limits) - counted :]
+
     def cell(
         self, shape: LayerShape, workload: Workload, dtype: str, times: dict[Entry, list[float]], calls: int,
-        fleet: Fleet, limits: Limits | None,
+        fleet: Fleet, limits: list[Limits],
     ) -> dict[str, Any]:  # fmt: skip
         source = Source(shape, dtype)
         expected = checks.expected(source, workload, calls)
@@ -123,7 +137,7 @@ class Run:
         for entry, seconds in times.items():
             adapter, got = entry.side.load(), fleet.rows(entry, workload, checks.sampled_tokens(workload.tokens))
             check = None if got is None else expected.check(got, adapter.noise_factor, adapter.roundings)
-            results.append(cells.Result(entry.side.name, Spread.of(seconds), check))
+            results.append(cells.Result(entry.side.name, seconds, check))
         touched = checks.touched_experts(source, workload, calls)
         return cells.cell(shape, workload, dtype, touched, results, limits)
 
