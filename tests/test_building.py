@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tvm_moe import ModuleError, SlowPathWarning, cli, isa, kernels, manifest, modules
+from tvm_moe import ModuleError, SlowPathWarning, cache, cli, isa, kernels, manifest, modules
 from tvm_moe.compiler import build
 
 ROOT = Path(__file__).parent.parent
@@ -137,26 +137,26 @@ def test_processes_that_build_at_once(tmp_path):
 
 
 def test_stamps_and_cache_keys_do_not_change_between_processes():
-    shown = "[manifest.stamp(k) for k in kernels.TABLE], modules.source_hash()"
-    code = f"from tvm_moe import kernels, manifest, modules; print({shown})"
+    shown = "[manifest.stamp(k) for k in kernels.TABLE], cache.source_hash()"
+    code = f"from tvm_moe import cache, kernels, manifest; print({shown})"
     seen = {python(code, PYTHONHASHSEED=seed).stdout for seed in ("0", "1", "2")}
-    assert seen == {f"{[manifest.stamp(k) for k in kernels.TABLE]} {modules.source_hash()}\n"}
+    assert seen == {f"{[manifest.stamp(k) for k in kernels.TABLE]} {cache.source_hash()}\n"}
 
 
 def test_the_cache_key_is_that_of_the_sources(monkeypatch, tmp_path):
     keys = set()
-    monkeypatch.setattr(modules, "__file__", str(tmp_path / "modules.py"))
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache.py"))
     for content in ("", "NR = 32", "NR = 64"):
         (tmp_path / "plan.py").write_text(content)
-        keys.add(modules.source_hash())
-    monkeypatch.setattr(modules, "TVM_VERSION", "0.28")
-    keys.add(modules.source_hash())
+        keys.add(cache.source_hash())
+    monkeypatch.setattr(cache, "TVM_VERSION", "0.28")
+    keys.add(cache.source_hash())
     assert len(keys) == 4
 
 
 def test_all_of_the_compiler_is_in_the_cache_key():
     """A file that the building half gains, in whatever folder, is hashed with the others."""
     package = ROOT / "tvm_moe"
-    hashed = {file for pattern in modules.SOURCES for file in package.glob(pattern)}
+    hashed = {file for pattern in cache.SOURCES for file in package.glob(pattern)}
     tables = {package / name for name in ("kernels.py", "plan.py", "activations.py")}
     assert {*(package / "compiler").rglob("*.py"), *(package / "schedules").rglob("*.py"), *tables} <= hashed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tvm_moe import ModuleError, isa, kernels, manifest, modules, runtime
+from tvm_moe import ModuleError, cache, isa, kernels, manifest, modules, runtime
 
 ROOT = Path(__file__).parent.parent
 ARCH = isa.machine()
@@ -35,6 +35,22 @@ def test_the_order_of_places(built, places):
         assert modules.existing(GENERIC) == modules.find(GENERIC) == path
         path.with_suffix(".json").unlink()  # without its manifest a file is an unfinished one
     assert modules.existing(GENERIC) is None
+
+
+def test_the_sources_are_read_for_the_cache_alone(built, places, monkeypatch):
+    """Not where a module before it serves: a server may have no home, and need not hash a compiler it never runs."""
+    monkeypatch.setattr(modules, "cache_folder", lambda: pytest.fail("the cache was looked for"))
+    for folder in reversed(places[:2]):
+        path = put(built, folder)
+        assert modules.find(GENERIC) == path
+
+
+def test_a_user_without_home(places, monkeypatch):
+    monkeypatch.setattr(modules, "cache_folder", cache.cache_folder)
+    monkeypatch.setattr(Path, "home", lambda: Path("~absent").expanduser())
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ModuleError, match=r"no folder for a cache .*home directory.*set HOME or XDG_CACHE_HOME"):
+        modules.find(GENERIC)
 
 
 def test_a_module_is_served_as_it_was_built(built, places):

@@ -6,41 +6,25 @@ the user's cache, where a missing module is built on the spot, and announced, if
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from . import kernels
+from .cache import cache_folder
 from .errors import ModuleError, SlowPathWarning
 from .kernels import MicroKernel
-from .manifest import TVM_VERSION, check, check_folder
+from .manifest import check, check_folder
 
 ENVIRONMENT = "TVM_MOE_MODULES"
 PACKAGED = Path(__file__).parent / "prebuilt"
-SOURCES = ("compiler/*.py", "compiler/*/*.py", "schedules/*.py", "kernels.py", "plan.py", "activations.py")
-
-
-def source_hash() -> str:
-    """Everything that determines the code of a built module."""
-    digest = hashlib.sha256(TVM_VERSION.encode())
-    root = Path(__file__).parent
-    for pattern in SOURCES:
-        for file in sorted(root.glob(pattern)):
-            digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def filename(kernel: MicroKernel | None, arch: str, kind: str = "") -> str:
     """``kind``: "" for the layer's functions, "-probe" for those that measure the machine."""
     return f"{arch}-{kernel.key if kernel else 'cpu'}{kind}.so"
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tvm_moe" / source_hash()
 
 
 def find(kernel: MicroKernel) -> Path:
@@ -58,21 +42,20 @@ def find_cpu() -> Path:
     return _find(None, _build_cpu)
 
 
-def places(name: str) -> list[Path]:
-    """Where a module file is looked for, in order; the last place is where a missing one is built."""
-    folders = [PACKAGED, cache_folder()]
+def folders() -> Iterator[Path]:
+    """Where modules are looked for, in order; one by one, as the cache's name takes reading all sources."""
     if explicit := os.environ.get(ENVIRONMENT):
-        folder = Path(explicit)
-        if not folder.is_dir():
+        if not Path(explicit).is_dir():
             raise ModuleError(f"{ENVIRONMENT}={explicit} is no folder; unset it or build with tvm-moe build --out")
-        folders.insert(0, folder)
-    return [folder / name for folder in folders]
+        yield Path(explicit)
+    yield PACKAGED
+    yield cache_folder()
 
 
 def existing(kernel: MicroKernel | None, kind: str = "") -> Path | None:
     """The file that serves ``kernel`` here, None where it would have to be built; not checked yet."""
-    found = (path for path in places(filename(kernel, kernels.machine(), kind)) if path.with_suffix(".json").exists())
-    return next(found, None)
+    name = filename(kernel, kernels.machine(), kind)
+    return next((place / name for place in folders() if (place / name).with_suffix(".json").exists()), None)
 
 
 def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object], kind: str = "") -> Path:
@@ -81,7 +64,7 @@ def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object], kind
     except OSError as error:
         raise ModuleError(f"cannot look for kernel modules: {error}; make the folder readable (chmod go+rX)") from error
     if path is None:
-        path = places(filename(kernel, kernels.machine(), kind))[-1]
+        path = cache_folder() / filename(kernel, kernels.machine(), kind)
         make_folder(path.parent)
         try:
             build(path, kernels.machine())
