@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from . import kernels
-from .cache import cache_folder
+from .cache import cache_folder, mark_used, prune
 from .errors import ModuleError, SlowPathWarning
 from .kernels import MicroKernel
 from .manifest import check, check_folder
@@ -72,17 +72,21 @@ def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object], kind
             raise ModuleError(
                 f"cannot build {path.name} into {path.parent}: {error.strerror}; set XDG_CACHE_HOME"
             ) from error
+        prune(path.parent)
     check(path, kernel)
     if path.parent != PACKAGED:
         for place in (path.parent, path):
             check_folder(place)
+        mark_used(path.parent)
     return path
 
 
 def make_folder(folder: Path, mode: int = 0o700) -> None:
     """A folder for modules that only we can write to."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=mode)
+        if not folder.parent.exists():  # else the user's umask would decide who can write to it
+            folder.parent.mkdir(parents=True, exist_ok=True, mode=mode)
+        folder.mkdir(exist_ok=True, mode=mode)
     except OSError as error:
         raise ModuleError(f"cannot make the folder {folder} for modules: {error.strerror}") from error
     check_folder(folder)
