@@ -133,6 +133,16 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer token counts and rounds: under five minutes.")] = False,
     pack: Annotated[bool, typer.Option("--pack", help="Also the speed and the memory of packing.")] = False,
     overheads: Annotated[bool, typer.Option("--overheads", help="Also fixed costs: import, load, calls.")] = False,
+    simulate_threads: Annotated[
+        list[str] | None,
+        typer.Option(metavar="8,96,...", help="Instead: how evenly the schedule fills so many threads; times nothing."),
+    ] = None,
+    simulate_costs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=X,...", help="One thread: peak (GOPS), memory, cache (GB/s), item (us) of bench/costs.py."
+        ),
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Time layers beside peers and beside what this machine can do at most; check every output.
@@ -141,10 +151,12 @@ def bench(
     """
     from .bench import command, run
 
-    report = command.bench(
-        model or (), shape or (), dtype or (), tokens or (), routing or (), peers or (), threads, isa, quick, pack,
-        overheads, to_stderr=json_file == "-",
+    options = command.parse(
+        model=model or (), shapes=shape or (), dtype=dtype or (), tokens=tokens or (), routings=routing or (),
+        peers=peers or (), threads=threads, isa=isa, quick=quick, pack=pack, overheads=overheads,
+        simulate_threads=simulate_threads or (), simulate_costs=simulate_costs,
     )  # fmt: skip
+    report = command.bench(options, to_stderr=json_file == "-")
     if json_file is not None:
         write_json(report, json_file)
     raise typer.Exit(0 if run.passed(report) else 1)

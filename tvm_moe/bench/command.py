@@ -9,60 +9,83 @@ from typing import Any
 from rich.console import Console
 
 from .. import models
-from . import overheads, packing, report, routing, run
-from .options import QUICK_BUDGET, QUICK_ROUNDS, QUICK_TOKENS, TOKENS, Options, shape
+from ..errors import MoEError
+from . import overheads, packing, report, routing, run, simulate
+from .costs import Costs
+from .options import QUICK_BUDGET, QUICK_ROUNDS, QUICK_TOKENS, SIMULATED_TOKENS, TOKENS, Options, shape
 
 DEFAULT_MODEL = "qwen3-30b-a3b"
 
 
-def bench(
-    model: Iterable[str], shapes: Iterable[str], dtype: Iterable[str], tokens: Iterable[str], routings: Iterable[str],
-    peers: Iterable[str], threads: int | None, isa: str | None, quick: bool, pack: bool, overhead: bool, to_stderr: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Runs, prints the tables, and returns everything as JSON data. Lists come as given: repeated, or with commas."""
+def parse(
+    *, model: Iterable[str], shapes: Iterable[str], dtype: Iterable[str], tokens: Iterable[str], routings: Iterable[str],
+    peers: Iterable[str], threads: int | None, isa: str | None, quick: bool, pack: bool, overheads: bool,
+    simulate_threads: Iterable[str], simulate_costs: str | None,
+) -> Options:  # fmt: skip
+    """Lists come as given: repeated, or with commas."""
     own = tuple(shape(text) for text in shapes)
     names = split(model) or (() if own else (DEFAULT_MODEL,))
+    simulated = numbers("--simulate-threads", simulate_threads)
+    if simulated:
+        alone("--simulate-threads", peers=peers, threads=threads, quick=quick, pack=pack, overheads=overheads)
+    elif simulate_costs is not None:
+        raise MoEError("--simulate-costs belongs to --simulate-threads N,...; give both or neither")
     options = Options(
         shapes=own + tuple(models.find(name) for name in names),
-        tokens=numbers(tokens) or (QUICK_TOKENS if quick else TOKENS),
-        routings=tuple(routing.check(name) for name in split(routings)) or ("uniform",),
+        tokens=numbers("--tokens", tokens) or (SIMULATED_TOKENS if simulated else QUICK_TOKENS if quick else TOKENS),
+        routings=tuple(routing.check(name) for name in split(routings))
+        or (routing.ROUTINGS if simulated else ("uniform",)),
         peers=split(peers),
         threads=threads,
         isa=isa,
+        pack=pack,
+        overheads=overheads,
+        simulate_threads=simulated,
+        costs=Costs.parse(simulate_costs or ""),
     )
     if chosen := split(dtype):
         options = replace(options, dtypes=chosen)
     if quick:
         options = replace(options, budget=QUICK_BUDGET, fewest_rounds=QUICK_ROUNDS)
+    return options
+
+
+def bench(options: Options, to_stderr: bool) -> dict[str, Any]:
+    """Runs, prints the tables, and returns everything as JSON data."""
     with Console(stderr=True).status("starting") as status:
-        made = measured(options, pack, overhead, status.update)
+        made = measured(options, status.update)
     report.show(made, Console(stderr=to_stderr))
     return made
 
 
-def measured(options: Options, pack: bool, overhead: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    whole = run.Run(options, say)
-    count = whole.threads
-    made = whole.whole()
-    if pack:
+def measured(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
+    if options.simulate_threads:
+        return simulate.run(options, say)
+    made = run.run(options, say)
+    count = made["threads"]
+    if options.pack:
         say("packing")
         made["packing"] = [
             row for s in options.shapes for row in packing.measure(s, options.dtypes, count, options.isa)
         ]
-    if overhead:
+    if options.overheads:
         say("fixed costs")
         made["overheads"] = overheads.measure(options.dtypes, count, options.isa)
     return made
+
+
+def alone(option: str, **others: Any) -> None:
+    """``option`` takes the place of the usual measurement, and ``others`` with it."""
+    if given := [f"--{name.replace('_', '-')}" for name, value in others.items() if value]:
+        raise MoEError(f"{option} takes the place of the measurement that {given[0]} belongs to; leave one of them out")
 
 
 def split(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(part.strip() for value in values for part in value.split(",") if part.strip())
 
 
-def numbers(values: Iterable[str]) -> tuple[int, ...]:
-    from ..errors import MoEError
-
-    parts = split(values)
-    if wrong := [part for part in parts if not part.isdigit()]:
-        raise MoEError(f"--tokens has {wrong[0]!r}, expected numbers such as 1,16,64")
+def numbers(option: str, values: Iterable[str]) -> tuple[int, ...]:
+    parts = [part.strip() for value in values for part in value.split(",")]
+    if wrong := [part for part in parts if not part.isdecimal()]:
+        raise MoEError(f"{option} has {wrong[0]!r}, expected numbers such as 1,16,64")
     return tuple(map(int, parts))

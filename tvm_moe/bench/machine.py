@@ -17,13 +17,16 @@ FORMAT = 2  # raise when a key of the result changes its meaning
 CPUS = Path("/sys/devices/system/cpu")
 
 
+def stamp() -> dict[str, Any]:
+    """What every result begins with."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"format": FORMAT, "date": now, "command": sys.argv}
+
+
 def header(options: Options, count: int) -> dict[str, Any]:
     kernels = {dtype: isa.choose(dtype, options.isa).kernel.name for dtype in options.dtypes}
     described = describe()
-    return {
-        "format": FORMAT,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+    return stamp() | {
         "threads": count,
         "kernels": kernels,
         "peers": list(options.peers),

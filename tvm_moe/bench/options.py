@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import MoEError
 from ..kernels import DTYPES
 from ..models import LayerShape
+from .costs import Costs
 
-TOKENS, QUICK_TOKENS = (1, 16, 64, 256, 1024), (1, 16, 256)
+TOKENS, QUICK_TOKENS, SIMULATED_TOKENS = (1, 16, 64, 256, 1024), (1, 16, 256), (1024,)
 BUDGET, QUICK_BUDGET = 4.0, 1.0  # seconds of calls a cell, all sides together
 FEWEST_ROUNDS, QUICK_ROUNDS = 7, 5
+MOST_THREADS = 4096  # as `set_num_threads` allows
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,18 @@ class Options:
     fewest_rounds: int = FEWEST_ROUNDS
     rotation_bytes: int = 256 << 20  # of weights at least, see `layers`
     stream_bytes: int = 512 << 20  # that the bandwidth probe reads
+    pack: bool = False
+    overheads: bool = False
+    simulate_threads: tuple[int, ...] = ()  # in place of everything else
+    costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
         if unknown := set(self.dtypes) - set(DTYPES):
             raise MoEError(f"unknown dtype {min(unknown)!r}; expected one of {', '.join(DTYPES)}")
         if min(self.tokens, default=0) < 1:
             raise MoEError(f"token counts must be at least 1, got {self.tokens}")
+        if not all(1 <= n <= MOST_THREADS for n in self.simulate_threads):
+            raise MoEError(f"--simulate-threads must be from 1 to {MOST_THREADS}, got {self.simulate_threads}")
 
 
 def shape(text: str) -> LayerShape:

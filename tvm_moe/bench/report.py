@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from . import tables
 from .peers import OURS, PEERS
 
 Data = dict[str, Any]
@@ -18,15 +19,14 @@ BUSY = 0.3  # load per core above which times are not to be trusted
 def show(report: Data, console: Console) -> None:
     if not console.is_terminal:
         console.width = WIDTH
-    for line in preamble(report):
+    timed = "machine" in report  # a simulation has none
+    for line in preamble(report) if timed else ():
         console.print(line, highlight=False, markup=False)
     for model in dict.fromkeys(cell["model"] for cell in report["cells"]):
         console.print(cells_table([cell for cell in report["cells"] if cell["model"] == model]))
-    if report.get("packing"):
-        console.print(packing_table(report["packing"]))
-    if report.get("overheads"):
-        console.print(overheads_table(report["overheads"]))
-    for line in remarks(report):
+    for table in tables.extras(report):
+        console.print(table)
+    for line in remarks(report) if timed else ():
         console.print(line, highlight=False, markup=False)
 
 
@@ -113,42 +113,3 @@ def line(cell: Data, side: Data) -> list[str]:
 def own_figures(cell: Data) -> str:
     named = {"INT8 over BF16": "int8_over_bf16", "skew costs": "skew_cost"}
     return "; ".join(f"{name} {cell[key]:.2f}x" for name, key in named.items() if cell[key])
-
-
-def packing_table(rows: list[Data]) -> Table:
-    caption = (
-        "GB/s: source read and packed layer written, into new memory, and into memory the process already had.\n"
-        "copy: a plain copy of the source into new memory. read: reading the source."
-    )
-    table = Table(title="packing a layer", caption=caption, caption_justify="left")
-    names = (
-        "model",
-        "source",
-        "packed",
-        "s",
-        "GB/s",
-        "reused",
-        "copy",
-        "read",
-        "packed MiB",
-        "extra MiB",
-        "expert MiB",
-    )
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        speeds = (row[name] and f"{row[name]:.1f}" for name in ("gbs", "reused_gbs", "copy_gbs", "read_gbs"))
-        sizes = (f"{row[name] / 2**20:.1f}" for name in ("packed_bytes", "extra_bytes", "expert_bytes"))
-        table.add_row(row["model"], row["source"], row["packed"], f"{row['seconds']:.3g}", *speeds, *sizes)
-    return table
-
-
-def overheads_table(overheads: dict[str, Data]) -> Table:
-    caption = "import: of tvm_moe after torch. load: of a prebuilt module. calls: of a layer with H 64, I 32, E 2, k 1."
-    table = Table(title="fixed costs", caption=caption, caption_justify="left")
-    for name in ("dtype", "import ms", "load ms", "first call ms", "T = 0 call us", "T = 1 call us"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for dtype, row in overheads.items():
-        names = ("import_ms", "load_ms", "first_call_ms", "empty_call_us", "one_token_us")
-        table.add_row(dtype, *(f"{row[name]:.3g}" for name in names))
-    return table

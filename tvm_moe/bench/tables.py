@@ -1,0 +1,88 @@
+"""The tables of what is not a cell: packing, fixed costs, simulated schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from .costs import Costs
+from .simulate import GOAL
+
+Data = dict[str, Any]
+
+
+def extras(report: Data) -> Iterator[Table]:
+    """Those of a result that it has something for."""
+    if report.get("packing"):
+        yield packing_table(report["packing"])
+    if report.get("overheads"):
+        yield overheads_table(report["overheads"])
+    rows = report.get("simulation", [])
+    for model in dict.fromkeys(row["model"] for row in rows):
+        yield simulation_table(report, [row for row in rows if row["model"] == model])
+
+
+def packing_table(rows: list[Data]) -> Table:
+    caption = (
+        "GB/s: source read and packed layer written, into new memory, and into memory the process already had.\n"
+        "copy: a plain copy of the source into new memory. read: reading the source."
+    )
+    table = Table(title="packing a layer", caption=caption, caption_justify="left")
+    names = (
+        "model",
+        "source",
+        "packed",
+        "s",
+        "GB/s",
+        "reused",
+        "copy",
+        "read",
+        "packed MiB",
+        "extra MiB",
+        "expert MiB",
+    )
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        speeds = (row[name] and f"{row[name]:.1f}" for name in ("gbs", "reused_gbs", "copy_gbs", "read_gbs"))
+        sizes = (f"{row[name] / 2**20:.1f}" for name in ("packed_bytes", "extra_bytes", "expert_bytes"))
+        table.add_row(row["model"], row["source"], row["packed"], f"{row['seconds']:.3g}", *speeds, *sizes)
+    return table
+
+
+def overheads_table(overheads: dict[str, Data]) -> Table:
+    caption = "import: of tvm_moe after torch. load: of a prebuilt module. calls: of a layer with H 64, I 32, E 2, k 1."
+    table = Table(title="fixed costs", caption=caption, caption_justify="left")
+    for name in ("dtype", "import ms", "load ms", "first call ms", "T = 0 call us", "T = 1 call us"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for dtype, row in overheads.items():
+        names = ("import_ms", "load_ms", "first_call_ms", "empty_call_us", "one_token_us")
+        table.add_row(dtype, *(f"{row[name]:.3g}" for name in names))
+    return table
+
+
+def simulation_table(report: Data, rows: list[Data]) -> Table:
+    """Threads downwards, routing and dtype across: makespan over ideal."""
+    caption = (
+        f"makespan / (all work / threads); above {GOAL} with what threads lose most by. end: no tickets are left. Waits for\n"
+        "prepare: hidden states, intermediate: of a block, ring_h: room for one, ring_y: room for results.\n"
+        f"Costs of a thread: {Costs(**report['costs'])}. Kernels: {', '.join(report['kernels'].values())}."
+    )
+    table = Table(title=f"{rows[0]['model']}: simulated schedule", caption=caption, caption_justify="left")
+    across = list(dict.fromkeys((row["routing"], row["dtype"]) for row in rows))
+    for name in ("tokens", "threads", *map(" ".join, across)):
+        table.add_column(name, justify="right", no_wrap=True)
+    lines: dict[tuple[int, int], dict[tuple[str, str], str]] = {}
+    for row in rows:
+        lines.setdefault((row["tokens"], row["threads"]), {})[row["routing"], row["dtype"]] = ratio(row)
+    for (tokens, threads), found in lines.items():
+        table.add_row(f"{tokens}", f"{threads}", *(found[key] for key in across))
+    return table
+
+
+def ratio(row: Data) -> str:
+    if row["ratio"] <= GOAL:
+        return f"{row['ratio']:.3f}"
+    return f"[bold red]{max(row['lost'], key=row['lost'].__getitem__)} {row['ratio']:.3f}[/]"
