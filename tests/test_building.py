@@ -23,7 +23,7 @@ GENERIC = kernels.find("generic", "bf16")
 NAME = modules.filename(GENERIC, ARCH)
 
 
-def test_a_missing_module_is_built_into_the_cache_and_announced(places):
+def test_a_missing_module_is_built_into_the_cache_and_announced(built, places):
     with pytest.warns(SlowPathWarning, match=f"building {NAME} into {places[2]}"):
         path = modules.find(GENERIC)
     assert path == places[2] / NAME
@@ -33,6 +33,7 @@ def test_a_missing_module_is_built_into_the_cache_and_announced(places):
         warnings.simplefilter("error")
         assert modules.find(GENERIC) == path
     assert hashlib.sha256(path.read_bytes()).hexdigest() == json.loads(path.with_suffix(".json").read_text())["sha256"]
+    assert path.read_bytes() == (built / NAME).read_bytes(), "the same sources, in another process perhaps"
 
 
 def test_the_build_command_writes_what_serves(tmp_path, monkeypatch):
