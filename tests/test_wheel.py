@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -165,7 +166,14 @@ def test_files_carry_no_paths_of_the_machine_that_built_them(made, checkout):
 
 
 def test_the_same_files_give_the_same_bytes(made, checkout, tmp_path):
-    again = wheel.pack(checkout, wheel.platform(checkout / "tvm_moe" / "prebuilt", ARCH), tmp_path)
+    """In any folder and for any user, whatever the umask and the permissions and times of the files."""
+    umask = os.umask(0o007)
+    try:
+        prebuilt = wheel.copy_checkout(tmp_path / "a clone")
+        shutil.copytree(checkout / "tvm_moe" / "prebuilt", prebuilt, copy_function=shutil.copy)
+        again = wheel.pack(tmp_path / "a clone", wheel.platform(prebuilt, ARCH), tmp_path)
+    finally:
+        os.umask(umask)
     assert again.read_bytes() == made.read_bytes()
 
 

@@ -34,10 +34,16 @@ def copy_checkout(folder: Path) -> Path:
     if missing := [name for name in FILES if not (ROOT / name).is_file()]:
         raise ModuleError(f"a wheel is built from a checkout; {ROOT} has no {', '.join(missing)}: clone the repository")
     junk = shutil.ignore_patterns("__pycache__", modules.PACKAGED.name)
-    shutil.copytree(ROOT / "tvm_moe", folder / "tvm_moe", ignore=junk)
+    shutil.copytree(ROOT / "tvm_moe", folder / "tvm_moe", ignore=junk, copy_function=copy_file)
     for name in FILES:
-        shutil.copy2(ROOT / name, folder)
+        copy_file(ROOT / name, folder / name)
     return folder / "tvm_moe" / modules.PACKAGED.name
+
+
+def copy_file(source: str | Path, target: str | Path) -> None:
+    """The content alone: a clone's permissions depend on who made it, and a wheel records them."""
+    shutil.copyfile(source, target)
+    Path(target).chmod(0o644)
 
 
 def glibc(file: Path) -> tuple[int, int]:
@@ -62,7 +68,7 @@ def pack(checkout: Path, tag: str | None, out: Path) -> Path:
     done = subprocess.run(
         [*command, *options, "--wheel-dir", str(made), str(checkout)],
         env={"SOURCE_DATE_EPOCH": "315532800"} | os.environ,  # 1980, the first date an archive can hold
-        capture_output=True, text=True,
+        umask=0o022, capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:
         raise ModuleError(f"pip cannot build the wheel: {done.stderr.strip() or done.stdout.strip()}")
