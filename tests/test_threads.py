@@ -78,7 +78,29 @@ def test_listings_without_a_quota(cgroup, listing):
     assert cgroup(listing, {"user.slice/app/cpu.max": "100000 100000"}) == sys.maxsize
 
 
-def test_the_smallest_of_all_limits_counts(monkeypatch, set_num_threads):
+@pytest.fixture
+def ask_always(monkeypatch):
+    """Affinity is asked for at every look."""
+    monkeypatch.setattr(threads, "AFFINITY_SECONDS", 0)
+    monkeypatch.setattr(threads, "_allowed_until", 0)
+
+
+def test_affinity_is_asked_for_again_after_a_while(monkeypatch, set_num_threads):
+    set_num_threads(None)
+    monkeypatch.setattr(threads, "quota", lambda: sys.maxsize)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
+    monkeypatch.setattr(threads, "_allowed_until", 0)
+    now = [100.0]
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
+    seen = []
+    for cpus, later in ((3, 0), (5, threads.AFFINITY_SECONDS / 2), (5, threads.AFFINITY_SECONDS)):
+        now[0] += later
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cpus=cpus: set(range(cpus)))
+        seen.append(tvm_moe.get_num_threads())
+    assert seen == [3, 3, 5]
+
+
+def test_the_smallest_of_all_limits_counts(monkeypatch, set_num_threads, ask_always):
     set_num_threads(None)
     torch_threads = torch.get_num_threads()
     cpus = len(os.sched_getaffinity(0))
@@ -93,7 +115,7 @@ def test_the_smallest_of_all_limits_counts(monkeypatch, set_num_threads):
     assert tvm_moe.get_num_threads() == 17
 
 
-def test_an_explicit_number_is_taken_as_it_is(monkeypatch, set_num_threads):
+def test_an_explicit_number_is_taken_as_it_is(monkeypatch, set_num_threads, ask_always):
     monkeypatch.setattr(threads, "quota", lambda: 1)
     set_num_threads(5)
     assert tvm_moe.get_num_threads() == 5

@@ -23,7 +23,7 @@ PACK_UNITS = 64  # K groups of NR rows that packing converts before it transpose
 
 
 class Field(IntEnum):
-    """Index into the plan. AT_* are byte offsets into the scratch buffer."""
+    """Index into the plan of a call. AT_* are byte offsets into the scratch buffer, FROM_* from the plan itself."""
 
     TOKENS = 0
     TOP_K = auto()
@@ -67,6 +67,22 @@ class Field(IntEnum):
     AT_H = auto()
     AT_H_SCALE = auto()
     AT_Y = auto()
+    # The layer and the kind of call, see runtime.Layer.plan.
+    SELF = auto()  # address of the plan
+    FROM_W13 = auto()
+    FROM_START13 = auto()
+    FROM_SCALE13 = auto()
+    FROM_BIAS13 = auto()
+    FROM_W2 = auto()
+    FROM_START2 = auto()
+    FROM_SCALE2 = auto()
+    FROM_BIAS2 = auto()
+    ACTIVATION = auto()
+    ALPHA = auto()  # bits of the f32
+    LIMIT = auto()
+    X_CODE = auto()  # 0 bf16, 1 f32
+    IDS_WIDE = auto()  # 1: int64
+    ON_INPUT = auto()  # 1: the router weight multiplies the input
 
 
 class Matrix(IntEnum):
@@ -199,7 +215,7 @@ def make(
     for area, size in areas.items():
         v[area] = end
         end += -(-size // 64) * 64
-    return Plan(array("q", [v[f] for f in F]), end)
+    return Plan(array("q", (v.get(f, 0) for f in F)), end)
 
 
 # Layout of the synchronization area (int64 each; counters that threads fight over have a cache line of their own).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from array import array
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,12 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self.array, self.start, self.size = np.empty(0, np.uint8), 0, 0
 
-    def take(self, size: int) -> tuple[np.ndarray, ctypes.c_void_p]:
-        """At least ``size`` bytes at a cache line; the caller holds the array while it uses them."""
+    def take(self, size: int) -> tuple[np.ndarray, int]:
+        """At least ``size`` bytes, and their address, at a cache line; the caller holds the array while it uses them."""
         if size > self.size:
             self.array = np.empty(size + 64, np.uint8)
             self.size, self.start = size, -(-self.array.ctypes.data // 64) * 64
-        return self.array, ctypes.c_void_p(self.start)
+        return self.array, self.start
 
 
 _scratch = Scratch()
@@ -128,18 +129,33 @@ class Layer:
         self, kernel: MicroKernel, sizes: LayerSizes, activation: ActivationSpec, arrays: dict[str, Any]
     ) -> None:
         self.kernel, self.sizes, self.activation, self.arrays = kernel, sizes, activation, arrays
-        self._pointers = tuple(ctypes.c_void_p(address(arrays[name])) for name in ARRAYS)
-        self._epilogue = activation.kind.code, activation.alpha, activation.limit
+        self._addresses = [address(arrays[name]) for name in ARRAYS]
         self._plans: dict[tuple[int, ...], Plan] = {}
+        self.known: dict[Any, Plan] = {}  # of calls that `api` need not check again
 
-    def plan(self, *call: int) -> Plan:
-        """The cached plan of (tokens, top_k, threads, row stride of x, of out)."""
+    def plan(
+        self, tokens: int, top_k: int, threads: int, x_stride: int, out_stride: int,
+        x_code: int = 0, ids_wide: bool = False, on_input: bool = False,
+    ) -> Plan:  # fmt: skip
+        """The cached plan of calls of one kind; strides are those of the rows of hidden_states and output."""
+        call = tokens, top_k, threads, x_stride, out_stride, x_code, ids_wide, on_input
         found = self._plans.get(call)
         if found is None:
             if len(self._plans) >= PLANS:
                 self._plans.clear()
-            found = self._plans[call] = plan.make(self.kernel, self.sizes, *call)
+                self.known.clear()
+            found = self._plans[call] = plan.make(self.kernel, self.sizes, *call[:5])
+            self.complete(found, x_code, ids_wide, on_input)
         return found
+
+    def complete(self, p: Plan, x_code: int, ids_wide: bool, on_input: bool) -> None:
+        """Enter this layer and the kind of call."""
+        F, own = plan.Field, p.values.buffer_info()[0]
+        spec = self.activation
+        p.values[F.SELF] = own
+        p.values[F.FROM_W13 : F.FROM_BIAS2 + 1] = array("q", (a - own for a in self._addresses))
+        bits = array("i", array("f", (spec.alpha, spec.limit)).tobytes())
+        p.values[F.ACTIVATION :] = array("q", (spec.kind.code, *bits, x_code, ids_wide, on_input))
 
     @cached_property
     def module(self) -> Module:
@@ -147,23 +163,27 @@ class Layer:
 
     def run(
         self, x: Any, out: Any, weights: Any, ids: Any, on_input: bool = False, module: Module | None = None
-    ) -> None:
-        """``out[t] = sum_j weights[t, j] * expert_ids[t, j](x[t])``.
+    ) -> Plan:
+        """``out[t] = sum_j weights[t, j] * expert_ids[t, j](x[t])``; returns the plan that served.
 
         x, out: [T, H], bf16 (or uint16 holding it) or f32, rows contiguous; weights: f32 [T, k]; ids: int32 or int64
         [T, k]; weights and ids contiguous. The caller has checked all that (`api`); nothing is checked here.
         ``module`` serves instead of the one `load` finds.
         """
         module = module or self.module
-        p = self.plan(*ids.shape, module.threads(), row_stride(x), row_stride(out))
-        pointer = ctypes.c_void_p
-        held, scratch = _scratch.take(p.scratch_bytes)  # a signal handler that calls us may replace the thread's array
-        module.moe(
-            pointer(address(x)), pointer(address(out)), pointer(address(weights)), pointer(address(ids)),
-            *self._pointers, scratch, p.pointer,
-            x_code(x.dtype), ids_wide(ids.dtype), on_input, *self._epilogue,
-        )  # fmt: skip
-        del held
+        T, k = ids.shape
+        p = self.plan(
+            T, k, module.threads(), row_stride(x), row_stride(out), x_code(x.dtype), ids_wide(ids.dtype), on_input
+        )
+        call(module, p, address(x), address(out), address(weights), address(ids))
+        return p
+
+
+def call(module: Module, p: Plan, x: int, out: int, weights: int, ids: int) -> None:
+    """One call with everything at its address; the caller keeps the arrays alive."""
+    held, scratch = _scratch.take(p.scratch_bytes)  # a signal handler that calls us may replace the thread's array
+    module.moe(p.pointer, x, out, weights, ids, scratch)
+    del held
 
 
 @cache

@@ -10,6 +10,7 @@ import ctypes
 import ctypes.util
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from .errors import MoEError, SlowPathWarning
 P = ParamSpec("P")
 R = TypeVar("R")
 CGROUP_ROOT, CGROUP_LISTING = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+AFFINITY_SECONDS = 0.05
 _explicit: int | None = None
 _forked = False
 _said: set[str] = set()
@@ -40,12 +42,10 @@ def get_num_threads() -> int:
     if _forked:
         say("a forked child runs serially: OpenMP threads do not survive a fork (start workers with 'spawn')")
         return 1
-    if team() is None:
+    if _team is None and team() is None:
         say("no OpenMP runtime (libgomp) in this process: running serially; import torch first or install libgomp1")
         return 1
-    if _explicit is not None:
-        return _explicit
-    return max(1, min(requested(), len(os.sched_getaffinity(0)), quota()))
+    return _explicit or max(1, min(requested(), allowed()))
 
 
 def requested() -> int:
@@ -55,6 +55,17 @@ def requested() -> int:
         return torch.get_num_threads()
     value = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     return int(value) if value.isdigit() and int(value) > 0 else sys.maxsize
+
+
+_allowed, _allowed_until = 1, 0.0
+
+
+def allowed() -> int:
+    """CPUs that affinity and quota leave us. Affinity is asked for again after `AFFINITY_SECONDS`: every call would pay."""
+    global _allowed, _allowed_until
+    if (now := time.monotonic()) >= _allowed_until:
+        _allowed, _allowed_until = min(len(os.sched_getaffinity(0)), quota()), now + AFFINITY_SECONDS
+    return _allowed
 
 
 @cache

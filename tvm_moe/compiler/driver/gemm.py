@@ -100,10 +100,14 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
     def gate_up_item(
         th: T.int64, b: T.int64, g: T.int64, next_at: T.int64, plan: T.handle("int64"), scratch: T.handle,
         blocks: T.handle("int32"),
-        w13: T.handle, start13: T.handle, scale13: T.handle, bias13: T.handle,
-        activation: T.int64, alpha: T.float32, limit: T.float32,
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        w13: T.let = T.handle_add_byte_offset(plan, P[F.FROM_W13])
+        start13: T.let = T.handle_add_byte_offset(plan, P[F.FROM_START13])
+        scale13: T.let = T.handle_add_byte_offset(plan, P[F.FROM_SCALE13])
+        bias13: T.let = T.handle_add_byte_offset(plan, P[F.FROM_BIAS13])
+        alpha: T.let = T.reinterpret(T.Cast("int32", P[F.ALPHA]), dtype="float32")
+        limit: T.let = T.reinterpret(T.Cast("int32", P[F.LIMIT]), dtype="float32")
         B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
         e: T.let = T.Cast("int64", B[b])
         first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + b])
@@ -134,7 +138,7 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
                 P[F.K13] * T.int64(panel_bytes) * (soon - at),
             )  # fmt: skip
             activate(
-                activation, acc, T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE]), rows,
+                P[F.ACTIVATION], acc, T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE]), rows,
                 T.handle_add_byte_offset(scale13, at * T.int64(NR * 4)),
                 T.handle_add_byte_offset(bias13, at * P[F.BIAS13_STRIDE] * T.int64(4)),
                 alpha, limit, T.handle_add_byte_offset(h, p * P[F.HALF] * T.int64(out_size)),
@@ -154,9 +158,12 @@ def down_item(kernel: MicroKernel) -> tirx.PrimFunc:
     def down_item(
         th: T.int64, g: T.int64, b: T.int64, next_at: T.int64, plan: T.handle("int64"), scratch: T.handle,
         blocks: T.handle("int32"),
-        w2: T.handle, start2: T.handle, scale2: T.handle, bias2: T.handle,
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        w2: T.let = T.handle_add_byte_offset(plan, P[F.FROM_W2])
+        start2: T.let = T.handle_add_byte_offset(plan, P[F.FROM_START2])
+        scale2: T.let = T.handle_add_byte_offset(plan, P[F.FROM_SCALE2])
+        bias2: T.let = T.handle_add_byte_offset(plan, P[F.FROM_BIAS2])
         B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
         e: T.let = T.Cast("int64", B[b])
         first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + b])

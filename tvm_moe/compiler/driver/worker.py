@@ -15,13 +15,11 @@ def worker() -> tirx.PrimFunc:
 
     @T.prim_func(private=True, s_tir=True)
     def worker(
-        th: T.int64, x: T.handle, x_code: T.int64, out: T.handle, weights: T.handle,
-        w13: T.handle, start13: T.handle, scale13: T.handle, bias13: T.handle,
-        w2: T.handle, start2: T.handle, scale2: T.handle, bias2: T.handle,
-        activation: T.int64, alpha: T.float32, limit: T.float32,
+        th: T.int64, x: T.handle, out: T.handle, weights: T.handle,
         scratch: T.handle, plan: T.handle("int64"), sync: T.handle("int64"), blocks: T.handle("int32"),
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        x_code: T.let = P[F.X_CODE]
         Y = T.decl_buffer((SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX] + 2 * P[F.ITEMS2],), "int64", data=sync)
         B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
         n_blocks: T.let = Y[SYNC_BLOCK_COUNT]
@@ -51,10 +49,7 @@ def worker() -> tirx.PrimFunc:
                 T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[SYNC_PREPARED]), prepares))
                 if b >= P[F.RING_H]:
                     T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b - P[F.RING_H]]), T.int64(1)))
-                gate_up_item(
-                    th, b, g, next_at[0], plan, scratch, blocks, w13, start13, scale13, bias13,
-                    activation, alpha, limit,
-                )  # fmt: skip
+                gate_up_item(th, b, g, next_at[0], plan, scratch, blocks)
                 done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_BLOCKS + b]), T.int64(1))
                 if done[0] == P[F.ITEMS13]:
                     finish_block(b, plan, scratch, blocks)
@@ -70,7 +65,7 @@ def worker() -> tirx.PrimFunc:
                     T.evaluate(
                         T.call_extern("int32", "moe_wait", T.address_of(Y[combined + g - P[F.RING_Y]]), T.int64(1))
                     )
-                down_item(th, g, b, next_at[0], plan, scratch, blocks, w2, start2, scale2, bias2)
+                down_item(th, g, b, next_at[0], plan, scratch, blocks)
                 done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[group_count + g]), T.int64(1))
                 if done[0] == n_blocks:
                     combine_item(g, plan, scratch, weights, out, x_code)
@@ -80,19 +75,21 @@ def worker() -> tirx.PrimFunc:
 
 
 def entry() -> tirx.PrimFunc:
-    """The exported function: one call a layer. x_code: 0 bf16, 1 f32; ids_wide: ids are int64."""
+    """The exported function: one call a layer. All but the plan are addresses; few arguments, because each costs time."""
     worker, tiles_int32, tiles_int64 = N.worker, N.tiles["int32"], N.tiles["int64"]
 
     @T.prim_func(s_tir=True)
     def moe(
-        x: T.handle, out: T.handle, weights: T.handle, ids: T.handle,
-        w13: T.handle, start13: T.handle, scale13: T.handle, bias13: T.handle,
-        w2: T.handle, start2: T.handle, scale2: T.handle, bias2: T.handle,
-        scratch: T.handle, plan: T.handle("int64"),
-        x_code: T.int64, ids_wide: T.int64, on_input: T.int64, activation: T.int64, alpha: T.float32, limit: T.float32,
+        plan: T.handle("int64"), x_at: T.int64, out_at: T.int64, weights_at: T.int64, ids_at: T.int64,
+        scratch_at: T.int64,
     ) -> None:  # fmt: skip
         T.func_attr({"global_symbol": "moe", "tirx.noalias": True})
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        x: T.let = T.handle_add_byte_offset(plan, x_at - P[F.SELF])
+        out: T.let = T.handle_add_byte_offset(plan, out_at - P[F.SELF])
+        weights: T.let = T.handle_add_byte_offset(plan, weights_at - P[F.SELF])
+        ids: T.let = T.handle_add_byte_offset(plan, ids_at - P[F.SELF])
+        scratch: T.let = T.handle_add_byte_offset(plan, scratch_at - P[F.SELF])
         blocks: T.let = T.handle_add_byte_offset(scratch, P[F.AT_BLOCKS])
         sync: T.let = T.handle_add_byte_offset(scratch, P[F.AT_SYNC])
         ones: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ONES])
@@ -101,21 +98,15 @@ def entry() -> tirx.PrimFunc:
         position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION])
         iota: T.let = T.handle_add_byte_offset(scratch, P[F.AT_IOTA])
         factor: T.let = T.handle_add_byte_offset(scratch, P[F.AT_FACTOR])
-        if ids_wide != T.int64(0):
-            tiles_int64(ids, plan, weights, on_input, count, rows, position, blocks, sync, iota, factor, ones)
+        if P[F.IDS_WIDE] != T.int64(0):
+            tiles_int64(ids, plan, weights, P[F.ON_INPUT], count, rows, position, blocks, sync, iota, factor, ones)
         else:
-            tiles_int32(ids, plan, weights, on_input, count, rows, position, blocks, sync, iota, factor, ones)
+            tiles_int32(ids, plan, weights, P[F.ON_INPUT], count, rows, position, blocks, sync, iota, factor, ones)
         T.evaluate(T.call_extern("int32", "moe_set_threads", T.Cast("int32", P[F.THREADS])))
         for th in T.parallel(P[F.THREADS]):
-            if on_input != T.int64(0):
-                worker(
-                    th, x, x_code, out, ones, w13, start13, scale13, bias13, w2, start2, scale2, bias2,
-                    activation, alpha, limit, scratch, plan, sync, blocks,
-                )  # fmt: skip
+            if P[F.ON_INPUT] != T.int64(0):
+                worker(th, x, out, ones, scratch, plan, sync, blocks)
             else:
-                worker(
-                    th, x, x_code, out, weights, w13, start13, scale13, bias13, w2, start2, scale2, bias2,
-                    activation, alpha, limit, scratch, plan, sync, blocks,
-                )  # fmt: skip
+                worker(th, x, out, weights, scratch, plan, sync, blocks)
 
     return moe

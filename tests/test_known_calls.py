@@ -1,0 +1,84 @@
+"""A kind of call that has passed the checks is not checked again: whatever the checks cared about must still be noticed."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tvm_moe
+from tests.helpers import make_case
+from tvm_moe import MoEError, api
+
+
+@pytest.fixture
+def known(kernel):
+    """(case, packed, its result) after two calls of one kind: the second did not go through the checks."""
+    case = make_case(T=5, E=4, H=66, I=70, dtype=kernel.dtype)
+    packed = case.pack(kernel)
+    want = case.run(packed)
+    return case, packed, want
+
+
+def served(case, packed, **changes):
+    changed = case.but(**changes)
+    return api.known_call(changed.x, packed, changed.weights, changed.ids, changed.on_input)
+
+
+def test_a_second_call_is_known_and_equal(known):
+    case, packed, want = known
+    got = served(case, packed)
+    assert torch.equal(got, want)
+    assert torch.equal(case.run(packed), want)
+    assert got.data_ptr() != want.data_ptr()
+
+
+def test_other_kinds_are_not_known(known, set_num_threads):
+    case, packed, _ = known
+    wide = torch.zeros(5, 200, dtype=case.x.dtype)
+    others = (
+        {"x": case.x.half()}, {"x": case.x.t().contiguous().t()}, {"x": wide[:, :66]}, {"x": case.x[:4]},
+        {"x": case.x.to("meta")}, {"weights": case.weights.double()}, {"weights": case.weights.t().contiguous().t()},
+        {"weights": case.weights[:, :1]}, {"ids": case.ids.long()}, {"ids": case.ids.to("meta")},
+        {"x": torch.nn.Parameter(case.x)}, {"x": case.x.numpy},
+        {"x": case.x.float().to_sparse()}, {"on_input": True},
+    )  # fmt: skip
+    for changes in others:
+        assert served(case, packed, **changes) is None, changes
+    assert api.known_call(case.x, "packed", case.weights, case.ids, False) is None
+    set_num_threads(3)
+    assert served(case, packed) is None
+
+
+def test_lazy_minus_signs_are_noticed(known):
+    case, packed, _ = known
+    negated = torch.complex(torch.zeros(5, 2), case.weights).conj().imag  # -weights, a flag on the same memory
+    assert negated.is_neg()
+    plain = negated.clone(memory_format=torch.contiguous_format).resolve_neg()
+    assert torch.equal(case.but(weights=negated).run(packed), case.but(weights=plain).run(packed))
+
+
+def test_bad_calls_still_say_what_is_wrong(known):
+    case, packed, _ = known
+    with pytest.raises(MoEError, match="on the CPU"):
+        case.but(x=case.x.to("meta")).run(packed)
+    with pytest.raises(MoEError, match="must be PackedExperts"):
+        tvm_moe.fused_moe(case.x, None, case.weights, case.ids)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((MoEError, RuntimeError)):
+        case.run(packed)
+
+
+def test_results_do_not_share_memory_and_inputs_stay(known):
+    case, packed, want = known
+    before = case.x.clone()
+    first, second = case.run(packed), case.run(packed)
+    first.zero_()
+    assert torch.equal(second, want)
+    assert torch.equal(case.x, before)
+
+
+def test_few_kinds_are_remembered(known, monkeypatch):
+    """A server that sees ever new token counts does not grow without bound."""
+    _, packed, _ = known
+    monkeypatch.setattr("tvm_moe.runtime.PLANS", 3)
+    for T in range(1, 9):
+        make_case(T=T, E=4, H=66, I=70, dtype=packed.dtype).run(packed)
+    assert len(packed.layer.known) <= 3
