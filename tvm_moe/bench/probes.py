@@ -14,6 +14,7 @@ from ..kernels import MicroKernel
 from ..packing import advise_huge_pages
 from ..runtime import Library
 from .roofline import Limits
+from .timing import Wake
 
 PEAK_BYTES = 24 << 10  # panel and rows together, within the smallest L1
 PEAK_SECONDS = 0.005
@@ -26,6 +27,7 @@ class Probe(Library):
     def __init__(self, kernel: MicroKernel) -> None:
         super().__init__(modules.find_probe(kernel), ("peak", "stream"))
         self.kernel = kernel
+        self.repeats: int | None = None  # of the peak's loop, for a region of PEAK_SECONDS
         self.join_team()
 
     def peak(self, threads: int, repetitions: int = 5) -> float:
@@ -40,8 +42,9 @@ class Probe(Library):
         def run(repeats: int) -> None:
             self.functions["peak"](*map(pointer, (x, w, rows, sums)), groups, repeats, threads)
 
-        repeats = max(1, int(20 * PEAK_SECONDS / seconds(partial(run, 20))))
-        return operations * repeats / min(seconds(partial(run, repeats)) for _ in range(repetitions))
+        if self.repeats is None:  # once: a slow moment would make a region too short to measure
+            self.repeats = max(1, int(20 * PEAK_SECONDS / min(seconds(partial(run, 20)) for _ in range(5))))
+        return operations * self.repeats / min(seconds(partial(run, self.repeats)) for _ in range(repetitions))
 
     def bandwidth(self, data: np.ndarray, threads: int, repetitions: int = 5) -> float:
         """Bytes a second that all threads together read from ``data``: the best of some repetitions."""
@@ -60,10 +63,12 @@ class Probes:
     def __init__(self, dtypes: Iterable[str], level: str | None, l3_bytes: int, stream_bytes: int) -> None:
         self.rows = {dtype: Probe(isa.choose(dtype, level).kernel) for dtype in dtypes}
         self.data = aligned(max(stream_bytes, 4 * l3_bytes))
+        self.wake = Wake()
 
     def measure(self, threads: int) -> Limits:
         """What the machine gives at this moment; the callers take turns with it and compare within a round."""
         reader = next(iter(self.rows.values()))
+        self.wake()
         peaks = {dtype: probe.peak(threads, repetitions=1) for dtype, probe in self.rows.items()}
         return Limits(peaks, reader.bandwidth(self.data, threads, repetitions=1))
 

@@ -17,9 +17,7 @@ from ..models import LayerShape
 from . import packages, peers
 from .layers import Source
 from .routing import Workload
-from .timing import MOST_ROUNDS
-
-WAKE_SECONDS, MOST_WAKE_SECONDS = 0.0005, 0.05
+from .timing import MOST_ROUNDS, Wake
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Host:
         self.layers = itertools.cycle(self.built)
         self.inputs: dict[Workload, list[tuple[Any, ...]]] = {}
         self.outputs: dict[Workload, torch.Tensor] = {}
-        self.awake, self.wake_seconds = torch.zeros(1 << 18), float("inf")
+        self.wake = Wake()
 
     def version(self) -> str | None:
         return packages.version(self.adapter.package)
@@ -87,19 +85,6 @@ class Host:
         taken = time.perf_counter() - start
         self.outputs[workload] = out
         return taken
-
-    def wake(self) -> None:
-        """An operator of torch before every call, as in a model: clocks are up, and the thread team is awake.
-
-        Until it is as fast as it has been: a system that has put two threads on one core takes some milliseconds to
-        notice, and a call would last a time slice (4 ms) longer, on any side.
-        """
-        start = time.perf_counter()
-        taken, end = float("inf"), start + MOST_WAKE_SECONDS
-        while (now := time.perf_counter()) < start + WAKE_SECONDS or (taken > 3 * self.wake_seconds and now < end):
-            self.awake.add_(1)
-            taken = time.perf_counter() - now
-            self.wake_seconds = min(taken, self.wake_seconds)
 
     def rows(self, workload: Workload, tokens: list[int]) -> np.ndarray:
         """Some rows of what the last call of this workload gave, f32."""
