@@ -194,6 +194,34 @@ print(line.split()[-1], len({l.split()[-1] for l in open("/proc/self/maps") if "
     assert count == "1"
 
 
+INTEL = Path(sys.prefix, "lib", "libiomp5.so")  # where pip puts it
+
+
+@pytest.mark.skipif(not INTEL.exists(), reason=f"no {INTEL}: pip install intel-openmp")
+def test_a_preloaded_intel_runtime_is_the_team_of_both():
+    """Torch has started two threads; a call on two adds none, and its result is that of torch's own libgomp."""
+    code = """
+import os, sys, torch, tvm_moe
+from tests.helpers import make_case
+from tvm_moe.bench.beside import openmp
+torch.set_num_threads(2)
+tvm_moe.set_num_threads(2)
+torch.ones(500, 500) @ torch.ones(500, 500)
+case = make_case(T=64, E=6, H=200, I=300, k=3, dtype="int8")
+before = len(os.listdir("/proc/self/task"))
+result = case.run(case.pack())
+print(openmp(), len(os.listdir("/proc/self/task")) - before, result.view(torch.int16).sum(dtype=torch.int64).item())
+"""
+    command, environment = [sys.executable, "-W", "ignore", "-c", code], os.environ | {"LD_PRELOAD": str(INTEL)}
+    intel, torchs = (
+        subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
+        for env in (environment, None)
+    )
+    assert intel.stdout.startswith("libiomp5.so 0 "), intel.stderr
+    assert torchs.stdout.startswith("libgomp"), torchs.stderr
+    assert intel.stdout.split()[2] == torchs.stdout.split()[2]
+
+
 def test_a_fork_is_noticed():
     code = """
 import os

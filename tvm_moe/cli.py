@@ -133,6 +133,10 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer token counts and rounds: under five minutes.")] = False,
     pack: Annotated[bool, typer.Option("--pack", help="Also the speed and the memory of packing.")] = False,
     overheads: Annotated[bool, typer.Option("--overheads", help="Also fixed costs: import, load, calls.")] = False,
+    beside_torch: Annotated[
+        bool,
+        typer.Option("--beside-torch", help="Instead: a layer between two torch matmuls against each of them alone."),
+    ] = False,
     simulate_threads: Annotated[
         list[str] | None,
         typer.Option(metavar="8,96,...", help="Instead: how evenly the schedule fills so many threads; times nothing."),
@@ -154,7 +158,7 @@ def bench(
     options = command.parse(
         model=model or (), shapes=shape or (), dtype=dtype or (), tokens=tokens or (), routings=routing or (),
         peers=peers or (), threads=threads, isa=isa, quick=quick, pack=pack, overheads=overheads,
-        simulate_threads=simulate_threads or (), simulate_costs=simulate_costs,
+        beside_torch=beside_torch, simulate_threads=simulate_threads or (), simulate_costs=simulate_costs,
     )  # fmt: skip
     report = command.bench(options, to_stderr=json_file == "-")
     if json_file is not None:

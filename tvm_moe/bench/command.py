@@ -10,9 +10,9 @@ from rich.console import Console
 
 from .. import models
 from ..errors import MoEError
-from . import overheads, packing, report, routing, run, simulate
+from . import beside, overheads, packing, report, routing, run, simulate
 from .costs import Costs
-from .options import QUICK_BUDGET, QUICK_ROUNDS, QUICK_TOKENS, SIMULATED_TOKENS, TOKENS, Options, shape
+from .options import BESIDE_TOKENS, QUICK_BUDGET, QUICK_ROUNDS, QUICK_TOKENS, SIMULATED_TOKENS, TOKENS, Options, shape
 
 DEFAULT_MODEL = "qwen3-30b-a3b"
 
@@ -20,19 +20,22 @@ DEFAULT_MODEL = "qwen3-30b-a3b"
 def parse(
     *, model: Iterable[str], shapes: Iterable[str], dtype: Iterable[str], tokens: Iterable[str], routings: Iterable[str],
     peers: Iterable[str], threads: int | None, isa: str | None, quick: bool, pack: bool, overheads: bool,
-    simulate_threads: Iterable[str], simulate_costs: str | None,
+    beside_torch: bool, simulate_threads: Iterable[str], simulate_costs: str | None,
 ) -> Options:  # fmt: skip
     """Lists come as given: repeated, or with commas."""
     own = tuple(shape(text) for text in shapes)
     names = split(model) or (() if own else (DEFAULT_MODEL,))
     simulated = numbers("--simulate-threads", simulate_threads)
+    cells_only = {"peers": peers, "pack": pack, "overheads": overheads}
     if simulated:
-        alone("--simulate-threads", peers=peers, threads=threads, quick=quick, pack=pack, overheads=overheads)
-    elif simulate_costs is not None:
+        alone("--simulate-threads", **cells_only, beside_torch=beside_torch, threads=threads, quick=quick)
+    elif beside_torch:
+        alone("--beside-torch", **cells_only)
+    if not simulated and simulate_costs is not None:
         raise MoEError("--simulate-costs belongs to --simulate-threads N,...; give both or neither")
     options = Options(
         shapes=own + tuple(models.find(name) for name in names),
-        tokens=numbers("--tokens", tokens) or (SIMULATED_TOKENS if simulated else QUICK_TOKENS if quick else TOKENS),
+        tokens=numbers("--tokens", tokens) or default_tokens(bool(simulated), beside_torch, quick),
         routings=tuple(routing.check(name) for name in split(routings))
         or (routing.ROUTINGS if simulated else ("uniform",)),
         peers=split(peers),
@@ -40,6 +43,7 @@ def parse(
         isa=isa,
         pack=pack,
         overheads=overheads,
+        beside_torch=beside_torch,
         simulate_threads=simulated,
         costs=Costs.parse(simulate_costs or ""),
     )
@@ -48,6 +52,12 @@ def parse(
     if quick:
         options = replace(options, budget=QUICK_BUDGET, fewest_rounds=QUICK_ROUNDS)
     return options
+
+
+def default_tokens(simulated: bool, beside_torch: bool, quick: bool) -> tuple[int, ...]:
+    if simulated:
+        return SIMULATED_TOKENS
+    return BESIDE_TOKENS if beside_torch else QUICK_TOKENS if quick else TOKENS
 
 
 def bench(options: Options, to_stderr: bool) -> dict[str, Any]:
@@ -61,6 +71,8 @@ def bench(options: Options, to_stderr: bool) -> dict[str, Any]:
 def measured(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     if options.simulate_threads:
         return simulate.run(options, say)
+    if options.beside_torch:
+        return beside.run(options, say)
     made = run.run(options, say)
     count = made["threads"]
     if options.pack:

@@ -9,7 +9,8 @@ from ..kernels import DTYPES
 from ..models import LayerShape
 from .costs import Costs
 
-TOKENS, QUICK_TOKENS, SIMULATED_TOKENS = (1, 16, 64, 256, 1024), (1, 16, 256), (1024,)
+TOKENS, QUICK_TOKENS = (1, 16, 64, 256, 1024), (1, 16, 256)
+SIMULATED_TOKENS, BESIDE_TOKENS = (1024,), (16, 256)
 BUDGET, QUICK_BUDGET = 4.0, 1.0  # seconds of calls a cell, all sides together
 FEWEST_ROUNDS, QUICK_ROUNDS = 7, 5
 MOST_THREADS = 4096  # as `set_num_threads` allows
@@ -30,7 +31,8 @@ class Options:
     stream_bytes: int = 512 << 20  # that the bandwidth probe reads
     pack: bool = False
     overheads: bool = False
-    simulate_threads: tuple[int, ...] = ()  # in place of everything else
+    beside_torch: bool = False  # in place of all these
+    simulate_threads: tuple[int, ...] = ()  # in place of everything
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:

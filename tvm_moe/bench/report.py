@@ -48,7 +48,8 @@ def remarks(report: Data) -> Iterator[str]:
         sides.setdefault((row["dtype"], row["model"], row["reason"]), []).append(row["side"])
     for (dtype, model, reason), names in sides.items():
         yield f"left out: {', '.join(names)} ({dtype}, {model}): {reason}"
-    if silent := [peer for peer in PEERS if peer not in report["peers"]]:
+    silent = [peer for peer in PEERS if peer not in report["peers"]]
+    if silent and report["cells"]:
         yield f"peers not asked for: {', '.join(silent)} (--peers {','.join(silent)})"
     yield f"load after {describe_load(report['load']['after'])}"
     if report["load"]["before"][0] > BUSY * report["machine"]["cores"]:

@@ -1,4 +1,4 @@
-"""The tables of what is not a cell: packing, fixed costs, simulated schedules."""
+"""The tables of what is not a cell: packing, fixed costs, layers between matmuls, simulated schedules."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from . import beside
 from .costs import Costs
 from .simulate import GOAL
 
@@ -19,6 +20,8 @@ def extras(report: Data) -> Iterator[Table]:
         yield packing_table(report["packing"])
     if report.get("overheads"):
         yield overheads_table(report["overheads"])
+    if report.get("beside"):
+        yield beside_table(report["beside"])
     rows = report.get("simulation", [])
     for model in dict.fromkeys(row["model"] for row in rows):
         yield simulation_table(report, [row for row in rows if row["model"] == model])
@@ -61,6 +64,27 @@ def overheads_table(overheads: dict[str, Data]) -> Table:
         names = ("import_ms", "load_ms", "first_call_ms", "empty_call_us", "one_token_us")
         table.add_row(dtype, *(f"{row[name]:.3g}" for name in names))
     return table
+
+
+def beside_table(rows: list[Data]) -> Table:
+    """A column a part: alone, among the others, and how many times as long that is."""
+    caption = (
+        "ms alone / in the sequence matmul, layer, matmul: times as long (medians; of the ratios in a round).\n"
+        "control: a matmul that follows torch.sum instead of the layer.\n"
+        f"OpenMP: {', '.join(dict.fromkeys(row['openmp'] for row in rows))}, {rows[0]['threads']} threads."
+    )
+    table = Table(title="a layer between two matmuls of torch", caption=caption, caption_justify="left")
+    for name in ("model", "tokens", "dtype", "before", "layer", "after", "control"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        tokens = f"{row['tokens']}" + f" {row['routing']}" * (row["routing"] != "uniform")
+        table.add_row(row["model"], tokens, row["dtype"], *(compared(part) for part in row["parts"].values()))
+    return table
+
+
+def compared(part: Data) -> str:
+    text = f"{part['alone_ms']:.3g} / {part['in_sequence_ms']:.3g}: {part['ratio']:.2f}x"
+    return f"[bold red]{text}[/]" if part["ratio"] > beside.GOAL else text
 
 
 def simulation_table(report: Data, rows: list[Data]) -> Table:
