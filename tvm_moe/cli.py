@@ -133,6 +133,9 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer token counts and rounds: under five minutes.")] = False,
     pack: Annotated[bool, typer.Option("--pack", help="Also the speed and the memory of packing.")] = False,
     overheads: Annotated[bool, typer.Option("--overheads", help="Also fixed costs: import, load, calls.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also a picture (.png, .svg, .pdf): cells under the roofline.")
+    ] = None,
     beside_torch: Annotated[
         bool,
         typer.Option("--beside-torch", help="Instead: a layer between two torch matmuls against each of them alone."),
@@ -154,15 +157,18 @@ def bench(
     Lists take commas or the option again.
     """
     from .bench import command, run
+    from .bench import plot as plots
 
     options = command.parse(
         model=model or (), shapes=shape or (), dtype=dtype or (), tokens=tokens or (), routings=routing or (),
         peers=peers or (), threads=threads, isa=isa, quick=quick, pack=pack, overheads=overheads,
-        beside_torch=beside_torch, simulate_threads=simulate_threads or (), simulate_costs=simulate_costs,
+        plot=plot, beside_torch=beside_torch, simulate_threads=simulate_threads or (), simulate_costs=simulate_costs,
     )  # fmt: skip
     report = command.bench(options, to_stderr=json_file == "-")
     if json_file is not None:
         write_json(report, json_file)
+    if plot is not None:
+        plots.draw(report, plot)
     raise typer.Exit(0 if run.passed(report) else 1)
 
 

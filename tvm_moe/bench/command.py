@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.console import Console
 from .. import models
 from ..errors import MoEError
 from . import beside, overheads, packing, report, routing, run, simulate
+from . import plot as plots
 from .costs import Costs
 from .options import BESIDE_TOKENS, QUICK_BUDGET, QUICK_ROUNDS, QUICK_TOKENS, SIMULATED_TOKENS, TOKENS, Options, shape
 
@@ -20,19 +22,21 @@ DEFAULT_MODEL = "qwen3-30b-a3b"
 def parse(
     *, model: Iterable[str], shapes: Iterable[str], dtype: Iterable[str], tokens: Iterable[str], routings: Iterable[str],
     peers: Iterable[str], threads: int | None, isa: str | None, quick: bool, pack: bool, overheads: bool,
-    beside_torch: bool, simulate_threads: Iterable[str], simulate_costs: str | None,
+    plot: Path | None, beside_torch: bool, simulate_threads: Iterable[str], simulate_costs: str | None,
 ) -> Options:  # fmt: skip
     """Lists come as given: repeated, or with commas."""
     own = tuple(shape(text) for text in shapes)
     names = split(model) or (() if own else (DEFAULT_MODEL,))
     simulated = numbers("--simulate-threads", simulate_threads)
-    cells_only = {"peers": peers, "pack": pack, "overheads": overheads}
+    cells_only = {"peers": peers, "pack": pack, "overheads": overheads, "plot": plot}
     if simulated:
         alone("--simulate-threads", **cells_only, beside_torch=beside_torch, threads=threads, quick=quick)
     elif beside_torch:
         alone("--beside-torch", **cells_only)
     if not simulated and simulate_costs is not None:
         raise MoEError("--simulate-costs belongs to --simulate-threads N,...; give both or neither")
+    if plot is not None:
+        plots.check(plot)
     options = Options(
         shapes=own + tuple(models.find(name) for name in names),
         tokens=numbers("--tokens", tokens) or default_tokens(bool(simulated), beside_torch, quick),

@@ -52,8 +52,13 @@ def remarks(report: Data) -> Iterator[str]:
     if silent and report["cells"]:
         yield f"peers not asked for: {', '.join(silent)} (--peers {','.join(silent)})"
     yield f"load after {describe_load(report['load']['after'])}"
-    if report["load"]["before"][0] > BUSY * report["machine"]["cores"]:
+    if busy(report):
         yield "the machine was busy when this run began: DO NOT TRUST ITS TIMES"
+
+
+def busy(report: Data) -> bool:
+    """Whether others had work for this machine when the run began."""
+    return report["load"]["before"][0] > BUSY * report["machine"]["cores"]
 
 
 def describe_load(load: tuple[float, ...]) -> str:
