@@ -138,11 +138,15 @@ def bench(
     ] = None,
     beside_torch: Annotated[
         bool,
-        typer.Option("--beside-torch", help="Instead: a layer between two torch matmuls against each of them alone."),
+        typer.Option(
+            "--beside-torch", help="Instead: a layer between torch matmuls, against each alone; 16,256 tokens."
+        ),
     ] = False,
     simulate_threads: Annotated[
         list[str] | None,
-        typer.Option(metavar="8,96,...", help="Instead: how evenly the schedule fills so many threads; times nothing."),
+        typer.Option(
+            metavar="8,96,...", help="Instead: how evenly work fills so many threads; 1024 tokens, all routings."
+        ),
     ] = None,
     simulate_costs: Annotated[
         str | None,
