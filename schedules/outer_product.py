@@ -11,28 +11,34 @@ from tvm.s_tir import Schedule
 
 from tvm_moe.compiler import intrin
 
-from .skeleton import PREFETCH, Decision, TileSchedule
+from .skeleton import Decision, TileSchedule
 
 
 class OuterProduct(TileSchedule):
-    # Two lines per K group: two tiles then ask for the whole next chunk (NR * group = 256 bytes a group) in about the time
-    # memory needs to bring it; four lines in one tile were no faster, and tiles of few rows wait for memory anyway.
-    decisions = (Decision("prefetch", (0, 1, 2, 4), 2),)
     PREFETCH_ROWS = 4
     LANES = 16
 
-    def tile_loops(self, s: Schedule, acc: Any, chosen: dict[str, Any]) -> tuple[Any, Any]:
+    def decisions(self) -> tuple[Decision, ...]:
+        # Two lines per K group: two tiles then ask for the whole next chunk (NR * group = 256 bytes a group) in about the
+        # time memory needs to bring it; four lines in one tile were no faster. Tiles of few rows wait for memory anyway.
+        lines = 2 if self.rows >= self.PREFETCH_ROWS else 0
+        return (
+            Decision("prefetch", (0, 1, 2, 4), lines),
+            Decision("vectors_outside", (0, 1), 0, structural=True),  # of rows: then a weight vector is loaded once
+        )
+
+    def tile_loops(self, s: Schedule, acc: Any, decided: dict[str, Any]) -> tuple[Any, Any]:
         r, n, k = s.get_loops(acc)
         vector, lane = s.split(n, [None, self.LANES])
         k_outer, k_inner = s.split(k, [None, self.kernel.group])
-        s.reorder(k_outer, r, vector, lane, k_inner)
+        inside = (vector, r) if decided["vectors_outside"] else (r, vector)
+        s.reorder(k_outer, *inside, lane, k_inner)
         if self.kernel.intrinsic is None:  # before the reduction is decomposed: afterwards TVM no longer allows it
             s.reorder(k_inner, lane)
             s.unroll(k_inner)
             s.vectorize(lane)
         for loop in (r, vector):
             s.unroll(loop)
-        s.annotate(k_outer, PREFETCH, chosen["prefetch"] if self.rows >= self.PREFETCH_ROWS else 0)
         return k_outer, lane
 
     def instruction(self, s: Schedule, lane: Any) -> None:

@@ -3,52 +3,82 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import product
+from typing import Any
 
 from tvm.s_tir import Schedule
 
+from tvm_moe.errors import MoEError
 from tvm_moe.kernels import MicroKernel
 
-PREFETCH = (
-    "moe_prefetch"  # annotation of the K loop: cache lines to prefetch per K group (compiler/module inserts them)
-)
+DECISION = "moe_decision."  # annotations of the K loop: what was decided, for compiler/module and for the tuner
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One thing MetaSchedule may choose: its candidates, and the index of the one used without tuning."""
+    """One thing that may be chosen: its candidates, and the one used without tuning.
+
+    ``structural``: other candidates are other loops, a design space of their own for MetaSchedule; else it is sampled.
+    """
 
     name: str
     candidates: tuple[int, ...]
     default: int
+    structural: bool = False
 
 
 class TileSchedule(ABC):
-    """``apply`` = sample -> loops -> start the sum -> instruction -> epilogue; subclasses fill in the ISA's part."""
+    """``apply`` = sample -> loops -> start the sum -> instruction -> epilogue; subclasses fill in the ISA's part.
 
-    decisions: ClassVar[tuple[Decision, ...]] = ()
+    ``chosen``: decisions that a tune log has made, by name.
+    """
 
-    def __init__(self, kernel: MicroKernel, arch: str, rows: int) -> None:
+    def __init__(self, kernel: MicroKernel, arch: str, rows: int, chosen: Mapping[str, int] | None = None) -> None:
         self.kernel, self.arch, self.rows = kernel, arch, rows
+        self.chosen = dict(chosen or {})
+        for name, value in self.chosen.items():
+            known = {d.name: d.candidates for d in self.decisions()}
+            if value not in known.get(name, ()):
+                raise MoEError(
+                    f"decision {name}={value} of {type(self).__name__} is not one of {known}; the tune log is of another "
+                    f"version: tune again"
+                )
+
+    @abstractmethod
+    def decisions(self) -> tuple[Decision, ...]:
+        """What may be chosen for this tile."""
+
+    def spaces(self) -> Iterator[TileSchedule]:
+        """This schedule with each combination of the structural decisions."""
+        structural = [d for d in self.decisions() if d.structural]
+        for values in product(*(d.candidates for d in structural)):
+            fixed = {d.name: value for d, value in zip(structural, values, strict=True)}
+            yield type(self)(self.kernel, self.arch, self.rows, fixed)
 
     def apply(self, s: Schedule) -> None:
-        chosen = {d.name: self.sample(s, d) for d in self.decisions}
+        decided = {d.name: self.decide(s, d) for d in self.decisions()}
         acc = s.get_sblock("acc")
         s.set_scope(acc, 0, "local")
-        k_outer, lane = self.tile_loops(s, acc, chosen)
+        k_outer, lane = self.tile_loops(s, acc, decided)
+        for name, value in decided.items():
+            s.annotate(k_outer, DECISION + name, value)
         start = s.decompose_reduction(acc, k_outer)
         self.instruction(s, lane)
         for block in (start, s.get_sblock("out")):
             self.vectorize_rows(s, block)
 
-    @staticmethod
-    def sample(s: Schedule, decision: Decision) -> Any:
-        n = len(decision.candidates)
-        return s.sample_categorical(list(decision.candidates), [1.0 / n] * n, decision=decision.default)
+    def decide(self, s: Schedule, d: Decision) -> Any:
+        """An integer for a structural decision, a sampled variable for the others."""
+        value = self.chosen.get(d.name, d.default)
+        if d.structural:
+            return value
+        n = len(d.candidates)
+        return s.sample_categorical(list(d.candidates), [1.0 / n] * n, decision=d.candidates.index(value))
 
     @abstractmethod
-    def tile_loops(self, s: Schedule, acc: Any, chosen: dict[str, Any]) -> tuple[Any, Any]:
+    def tile_loops(self, s: Schedule, acc: Any, decided: dict[str, Any]) -> tuple[Any, Any]:
         """Order the loops of the sum; returns (the loop it starts before, the loop that becomes one instruction)."""
 
     @abstractmethod

@@ -91,12 +91,36 @@ def build(
     out: Annotated[Path, typer.Option(help="Folder for the modules; TVM_MOE_MODULES=FOLDER serves them.")],
     isa: Annotated[list[str] | None, typer.Option(help="Level to build, repeatable. Default: all of them.")] = None,
     arch: Annotated[str | None, typer.Option(help="x86_64 or aarch64. Default: this machine's.")] = None,
+    tuned: Annotated[bool, typer.Option("--tuned", help="Also those with the decisions of all tune logs.")] = False,
     json_file: Json = None,
 ) -> None:
     """Build kernel modules, for levels this CPU lacks too."""
-    from . import modules
+    from . import modules, tuning
 
-    made = [str(path) for path in modules.build_all(out, isa, arch, lambda path: typer.echo(path, err=True))]
+    logs = tuning.all_logs() if tuned else []
+    made = [str(path) for path in modules.build_all(out, isa, arch, lambda path: typer.echo(path, err=True), logs)]
+    if json_file is not None:
+        write_json(made, json_file)
+
+
+@app.command()
+def tune(
+    model: Annotated[list[str] | None, typer.Option(metavar="NAME,...", help="Default: qwen3-30b-a3b.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(metavar="H,I,E,k", help="Another layer, repeatable.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="The layers of this checkpoint, too.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(metavar="int8,bf16", help="Default: both.")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Of each task; those of an earlier run count.")] = 32,
+    threads: Threads = None,
+    isa: Isa = None,
+    out: Annotated[Path | None, typer.Option(help="Default: tune_logs/<cpu>.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Search the schedules' decisions on this CPU; a decision is kept where it beats the default. Can be resumed."""
+    from . import tune_command
+
+    made = tune_command.tune(
+        model or (), shape or (), checkpoint, dtype or (), trials, threads, isa, out, to_stderr=json_file == "-"
+    )
     if json_file is not None:
         write_json(made, json_file)
 

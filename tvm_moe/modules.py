@@ -1,6 +1,7 @@
 """Kernel module files: where they are looked for, what makes one trustworthy, and how a missing one is built.
 
-Look-up order: the folder in TVM_MOE_MODULES (what ``tvm-moe build --out`` wrote) -> the package's own prebuilt modules ->
+A layer asks for the module tuned for its shape, then for the shape-generic one. Look-up order of a file: the folder in
+TVM_MOE_MODULES (what ``tvm-moe build --out`` wrote) -> the package's own prebuilt modules ->
 the user's cache, where a missing module is built on the spot, and announced, if the compiler is installed.
 """
 
@@ -10,6 +11,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from . import kernels
@@ -17,19 +19,27 @@ from .cache import cache_folder, mark_used, prune
 from .errors import ModuleError, SlowPathWarning
 from .kernels import MicroKernel
 from .manifest import check, check_folder
+from .tuning import Choice, Logs, variants
 
 ENVIRONMENT = "TVM_MOE_MODULES"
 PACKAGED = Path(__file__).parent / "prebuilt"
 
 
 def filename(kernel: MicroKernel | None, arch: str, kind: str = "") -> str:
-    """``kind``: "" for the layer's functions, "-probe" for those that measure the machine."""
+    """``kind``: "" for the layer's functions, "-<variant>" for tuned ones, "-probe" for those that measure the machine."""
     return f"{arch}-{kernel.key if kernel else 'cpu'}{kind}.so"
 
 
 def find(kernel: MicroKernel) -> Path:
     """The checked module file of ``kernel`` for this machine, built into the cache where none exists."""
     return _find(kernel, lambda path, arch: _build(kernel, path, arch))
+
+
+def find_tuned(kernel: MicroKernel, variant: str) -> Path | None:
+    """The checked module with these tuned decisions; None where nobody has built it: that is never done on the spot."""
+    if not variant or existing(kernel, f"-{variant}") is None:
+        return None
+    return _find(kernel, lambda path, arch: None, f"-{variant}")
 
 
 def find_probe(kernel: MicroKernel) -> Path:
@@ -101,9 +111,13 @@ def require_compiler(wanted: str) -> None:
 
 
 def build_all(
-    out: Path, levels: Iterable[str] | None, arch: str | None, progress: Callable[[Path], object]
-) -> list[Path]:
-    """Build the modules of ``levels`` (None: every level) of an architecture into ``out``; cross-building included."""
+    out: Path, levels: Iterable[str] | None, arch: str | None, progress: Callable[[Path], object],
+    logs: Iterable[Logs] = (),
+) -> list[Path]:  # fmt: skip
+    """Build the modules of ``levels`` (None: every level) of an architecture into ``out``; cross-building included.
+
+    ``logs``: of CPUs for whose tuned decisions modules are built, too.
+    """
     arch = arch or kernels.machine()
     if arch not in kernels.LADDER:
         raise ModuleError(f"unknown architecture {arch!r}; expected one of {sorted(kernels.LADDER)}")
@@ -120,7 +134,25 @@ def build_all(
         if not levels or kernel.isa in levels:
             progress(made[-1])
             made.append(build.export(kernel, arch, out / filename(kernel, arch)))
+            made += build_tuned(kernel, arch, out, logs, progress)
     progress(made[-1])
+    return made
+
+
+def build_tuned(
+    kernel: MicroKernel, arch: str, out: Path, logs: Iterable[Logs], progress: Callable[[Path], object]
+) -> list[Path]:
+    """The modules of a row with the decisions of these logs, each combination once."""
+    from .compiler import build, module
+
+    wanted: dict[str, Choice] = {}
+    for log in logs:
+        wanted |= variants(kernel, log)
+    made = []
+    for variant, choice in sorted(wanted.items()):
+        path = out / filename(kernel, arch, f"-{variant}")
+        made.append(build.export(kernel, arch, path, partial(module.build_ir, chosen=choice)))
+        progress(path)
     return made
 
 

@@ -7,7 +7,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from . import isa, kernels, modules, plan, threads
+from . import isa, kernels, modules, plan, threads, tuning
 from .errors import ModuleError, MoEError
 from .kernels import MicroKernel
 
@@ -39,6 +39,21 @@ def choice(dtype: str) -> dict[str, Any]:
 def describe(kernel: MicroKernel) -> dict[str, Any]:
     """A row, and the module file that serves it (None: it would be built at first use)."""
     return {"isa": kernel.isa, "kernel": kernel.name, "module": module_path(kernel), "tuning": "shape-generic defaults"}
+
+
+def tuning_lines(layer: Any) -> list[str]:
+    """What the tune logs of this CPU say about the layer's shape, and whether a module with their decisions serves it."""
+    chosen, logs = layer.tuning, tuning.this_cpu()
+    if not logs.records:
+        return ["  tuning: no logs for this CPU (tvm-moe tune makes them); the schedules' defaults serve"]
+    if not chosen.variant:
+        return [f"  tuning: by the logs of {logs.cpu} the defaults are best here"]
+    built = modules.existing(layer.kernel, f"-{chosen.variant}")
+    state = f"module {built}" if built else "NOT BUILT, the defaults serve: run tvm-moe build --tuned"
+    lines = [f"  tuning: variant {chosen.variant} by the logs of {logs.cpu}, {state}"]
+    for stage, tiles in chosen.sources.items():
+        lines += [f"    {stage}, {rows} rows: {source}" for rows, source in tiles.items()]
+    return lines
 
 
 def module_path(kernel: MicroKernel) -> str | None:
@@ -108,6 +123,7 @@ def expert_lines(experts: Any) -> list[str]:
     """The row that packed these experts, and how a call of 1, 64 and 1024 tokens is cut."""
     layer = experts.layer
     lines = [repr(experts), f"  packed for and served by {kernel_line(describe(layer.kernel))}"]
+    lines += tuning_lines(layer)
     best = isa.choose(layer.kernel.dtype).kernel
     if best is not layer.kernel:
         lines.append(f"  isa=None would take {best.isa} here now")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from . import modules, plan, threads
+from . import modules, plan, threads, tuning
 from .activations import ActivationSpec
 from .errors import ModuleError, MoEError
 from .kernels import MicroKernel
@@ -64,8 +64,14 @@ class Module(Library):
 
 @cache
 def load(kernel: MicroKernel) -> Module:
-    """The module of ``kernel`` for this machine, found or built by `modules.find`."""
+    """The shape-generic module of ``kernel`` for this machine, found or built by `modules.find`."""
     return Module(modules.find(kernel))
+
+
+@cache
+def load_tuned(kernel: MicroKernel, variant: str) -> Module | None:
+    path = modules.find_tuned(kernel, variant)
+    return None if path is None else Module(path)
 
 
 def address(array: Any) -> int:
@@ -159,7 +165,12 @@ class Layer:
 
     @cached_property
     def module(self) -> Module:
-        return load(self.kernel)
+        """Tuned for this CPU and shape where such a module has been built, else the shape-generic one."""
+        return load_tuned(self.kernel, self.tuning.variant) or load(self.kernel)
+
+    @cached_property
+    def tuning(self) -> tuning.Choice:
+        return tuning.choose(self.kernel, self.sizes.hidden, self.sizes.intermediate)
 
     def run(
         self, x: Any, out: Any, weights: Any, ids: Any, on_input: bool = False, module: Module | None = None

@@ -20,6 +20,7 @@ import typer
 
 from . import kernels, modules
 from .errors import ModuleError, MoEError
+from .tuning import all_logs
 
 ROOT = Path(__file__).parent.parent
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
@@ -91,7 +92,7 @@ def build(out: Path, arch: str | None = None) -> Path:
     """Build the modules of an architecture (None: this machine's) and the wheel that ships them into ``out``."""
     with work_folder(out) as folder:
         prebuilt = copy_checkout(Path(folder))
-        modules.build_all(prebuilt, None, arch, lambda path: typer.echo(f"built {path.name}", err=True))
+        modules.build_all(prebuilt, None, arch, lambda path: typer.echo(f"built {path.name}", err=True), all_logs())
         return pack(Path(folder), platform(prebuilt, arch or kernels.machine()), out)
 
 

@@ -22,12 +22,12 @@ Functions = Callable[[MicroKernel, str], tvm.IRModule]
 LINKERS = ("cc", "gcc", "clang")
 
 
-def target(kernel: MicroKernel, arch: str) -> tvm.target.Target:
+def target(kernel: MicroKernel, arch: str, **options: int) -> tvm.target.Target:
     """The code generation target: the row's mcpu, or the architecture's baseline; never the build host's features."""
-    options = {"kind": "llvm", "mtriple": f"{arch}-linux-gnu"}
+    named = {"kind": "llvm", "mtriple": f"{arch}-linux-gnu", **options}
     if kernel.mcpu(arch):
-        options["mcpu"] = kernel.mcpu(arch)
-    return tvm.target.Target(options)
+        named["mcpu"] = kernel.mcpu(arch)
+    return tvm.target.Target(named)
 
 
 def compile_kernel(kernel: MicroKernel, arch: str, functions: Functions = build_ir) -> tvm.runtime.Executable:

@@ -49,11 +49,17 @@ def operand(kernel: MicroKernel, value: tirx.PrimExpr) -> tirx.PrimExpr:
     return bf16_to_f32(value) if kernel.dtype == "bf16" else value.astype("int32")
 
 
-def gemm_tile(kernel: MicroKernel, rows_in_tile: int) -> tirx.PrimFunc:
-    """(x [tokens, ld], w [k_groups, NR, group], rows [R], start, out [R, NR]) -> out, in the accumulator's type."""
+def gemm_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None = None) -> tirx.PrimFunc:
+    """(x [tokens, ld], w [k_groups, NR, group], rows [R], start, out [R, NR]) -> out, in the accumulator's type.
+
+    ``static_groups``: all sizes fixed, with so many K groups, as MetaSchedule's tasks want it.
+    """
     NR, group = kernel.NR, kernel.group
     k_groups, stride = i64("k_groups"), i64("stride")
-    x = te.placeholder((i64("tokens"), i64("ld")), kernel.activation, name="x")
+    tokens, ld = i64("tokens"), i64("ld")
+    if static_groups is not None:
+        k_groups, stride, tokens, ld = (tirx.const(v, "int64") for v in (static_groups, 0, 64, static_groups * group))
+    x = te.placeholder((tokens, ld), kernel.activation, name="x")
     w = te.placeholder((k_groups, NR, group), kernel.weight, name="w")
     rows = te.placeholder((rows_in_tile,), "int32", name="rows")
     start = te.placeholder((rows_in_tile * stride + NR,), kernel.accumulator, name="start")

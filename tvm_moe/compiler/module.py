@@ -11,10 +11,11 @@ from tvm.ir import GlobalVar, PointerType, PrimType, StringImm
 from tvm.s_tir import Schedule
 
 from tvm_moe.schedules import elementwise, style
-from tvm_moe.schedules.skeleton import PREFETCH
+from tvm_moe.schedules.skeleton import DECISION
 
 from ..activations import ACTIVATIONS
 from ..kernels import MicroKernel
+from ..tuning import STAGES, Choice, Decisions
 from . import compute, intrin
 from .driver import gemm, pack, rows, tiles, worker
 from .driver.names import N
@@ -32,8 +33,9 @@ def scheduled(func: tirx.PrimFunc, schedule: Callable[[Schedule], None] | None) 
     return subroutine(s.mod["main"])
 
 
-def tile_function(kernel: MicroKernel, arch: str, rows: int) -> tirx.PrimFunc:
-    func = scheduled(compute.gemm_tile(kernel, rows), style(kernel.style)(kernel, arch, rows).apply)
+def tile_function(kernel: MicroKernel, arch: str, rows: int, chosen: Decisions = ()) -> tirx.PrimFunc:
+    """The tile of ``rows`` rows with the decisions of a tune log, or with the schedule's defaults."""
+    func = scheduled(compute.gemm_tile(kernel, rows), style(kernel.style)(kernel, arch, rows, dict(chosen)).apply)
     text = intrin.family(kernel.intrinsic).llvm_ir(kernel.mcpu(arch)) if kernel.intrinsic else ""
     func = with_prefetch(func)
     if not text:
@@ -46,7 +48,7 @@ def with_prefetch(func: tirx.PrimFunc) -> tirx.PrimFunc:
     ahead, step = tirx.Var("ahead", PointerType(PrimType("void"))), tirx.Var("step", "int64")
 
     def insert(loop: tirx.For) -> tirx.For:
-        lines = int(loop.annotations.get(PREFETCH, 0))
+        lines = int(loop.annotations.get(f"{DECISION}prefetch", 0))
         where = [loop.loop_var * step + 64 * line for line in range(lines)]
         calls = [tirx.Evaluate(prefetch(tirx.handle_add_byte_offset(ahead, at))) for at in where]
         return (
@@ -76,11 +78,23 @@ def family(name: GlobalVar, variants: dict[int, tirx.PrimFunc]) -> dict[GlobalVa
     return {name: chooser, **{functions[code]: func for code, func in variants.items()}}
 
 
-def build_ir(kernel: MicroKernel, arch: str) -> tvm.IRModule:
-    """The whole module of one row of the table for one architecture."""
+def panels(kernel: MicroKernel, arch: str, chosen: Choice | None) -> tuple[dict[GlobalVar, tirx.PrimFunc], GlobalVar]:
+    """The functions that multiply panels, and the one of the down stage: the gate/up stage's own if decisions are equal."""
+    decisions = chosen.decisions if chosen else {stage: dict.fromkeys(kernel.rows, ()) for stage in STAGES}
+    stages = STAGES if decisions["down"] != decisions["gate_up"] else STAGES[:1]
+    functions: dict[GlobalVar, tirx.PrimFunc] = {}
+    for stage in stages:
+        tiles = {r: tile_function(kernel, arch, r, decisions[stage][r]) for r in kernel.rows}
+        functions |= family(N.tile[stage], tiles) | {N.panel[stage]: gemm.panel(kernel, N.tile[stage])}
+    return functions, N.panel[stages[-1]]
+
+
+def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tvm.IRModule:
+    """The whole module of one row of the table for one architecture; ``chosen``: by a tune log, None: all defaults."""
     tail = compute.i64("columns")
+    panel_functions, down_panel = panels(kernel, arch, chosen)
     functions = {
-        **family(N.tile, {r: tile_function(kernel, arch, r) for r in kernel.rows}),
+        **panel_functions,
         **family(
             N.activate,
             {
@@ -106,12 +120,11 @@ def build_ir(kernel: MicroKernel, arch: str) -> tvm.IRModule:
             N.combine_tail,
             {c: scheduled(compute.combine(kernel, s, tail), elementwise.combine_tail) for c, s in SOURCES.items()},
         ),
-        N.panel: gemm.panel(kernel),
         N.fetch_ahead: gemm.fetch_ahead(kernel),
         N.prepare_item: rows.prepare_item(kernel),
         N.gate_up_item: gemm.gate_up_item(kernel),
         N.finish_block: rows.finish_block(kernel),
-        N.down_item: gemm.down_item(kernel),
+        N.down_item: gemm.down_item(kernel, down_panel),
         N.combine_item: rows.combine_item(kernel),
         N.worker: worker.worker(),
         N.tiles["int32"]: tiles.tiles("int32"),

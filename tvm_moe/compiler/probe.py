@@ -28,7 +28,7 @@ def bare_tile(kernel: MicroKernel, arch: str) -> tirx.PrimFunc:
 
 def peak(kernel: MicroKernel) -> tirx.PrimFunc:
     """Every thread runs the full tile ``repeats`` times on one panel that stays in L1; each time continues the sums."""
-    tile, MR, NR = N.tile, kernel.MR, kernel.NR
+    tile, MR, NR = N.tile["gate_up"], kernel.MR, kernel.NR
 
     @T.prim_func(s_tir=True)
     def peak(
@@ -78,7 +78,7 @@ def build_ir(kernel: MicroKernel, arch: str) -> tvm.IRModule:
     """The probes of one row of the table; needs the launcher as every module does."""
     return tvm.IRModule(
         {
-            N.tile: bare_tile(kernel, arch),
+            N.tile["gate_up"]: bare_tile(kernel, arch),
             GlobalVar("peak"): peak(kernel),
             GlobalVar("stream"): stream(kernel),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tvm import tirx
+from tvm.ir import GlobalVar
 from tvm.script import tirx as T
 
 from ...kernels import MicroKernel
@@ -12,7 +13,7 @@ from .names import FIELDS, F, N
 FIRST_LINES = 16  # of the next panel; the hardware's prefetcher has found the stream by then
 
 
-def panel(kernel: MicroKernel) -> tirx.PrimFunc:
+def panel(kernel: MicroKernel, tile: GlobalVar) -> tirx.PrimFunc:
     """All rows of a block against one panel: chunks of K outside, so that a chunk of the panel stays in L2.
 
     Weights come from memory once: while several tiles pass a chunk, each prefetches a slice of what comes next, the next
@@ -21,7 +22,6 @@ def panel(kernel: MicroKernel) -> tirx.PrimFunc:
     """
     MR, NR = kernel.MR, kernel.NR
     k_bytes = kernel.group * kernel.itemsize
-    tile = N.tile
 
     @T.prim_func(private=True, s_tir=True)
     def panel(
@@ -75,7 +75,7 @@ def fetch_ahead(kernel: MicroKernel) -> tirx.PrimFunc:
 
 def check_panel() -> tirx.PrimFunc:
     """`panel` exported, so that tests and `tvm-moe verify` see the accumulators themselves."""
-    panel = N.panel
+    panel = N.panel["gate_up"]
 
     @T.prim_func(s_tir=True)
     def check_panel(
@@ -94,7 +94,7 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
     panel_bytes = NR * kernel.group * size
     quantized = kernel.dtype == "int8"
     out_size = 4 if quantized else 2
-    panel, activate, fetch_ahead = N.panel, N.activate, N.fetch_ahead
+    panel, activate, fetch_ahead = N.panel["gate_up"], N.activate, N.fetch_ahead
 
     @T.prim_func(private=True, s_tir=True)
     def gate_up_item(
@@ -148,11 +148,11 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
     return gate_up_item
 
 
-def down_item(kernel: MicroKernel) -> tirx.PrimFunc:
+def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
     """One block's intermediate rows against a group of down panels; results stay in f32, a row per slot."""
     NR, size = kernel.NR, kernel.itemsize
     panel_bytes = NR * kernel.group * size
-    panel, epilogue_down, fetch_ahead = N.panel, N.epilogue_down, N.fetch_ahead
+    epilogue_down, fetch_ahead = N.epilogue_down, N.fetch_ahead
 
     @T.prim_func(private=True, s_tir=True)
     def down_item(

@@ -15,13 +15,13 @@ MATRIX_FIELDS = len(Matrix)
 class N:
     """The private functions of a module that the driver calls."""
 
-    tile = GlobalVar("tile")
+    tile = {"gate_up": GlobalVar("tile_gate_up"), "down": GlobalVar("tile_down")}  # noqa: RUF012
     activate = GlobalVar("activate")
     epilogue_down = GlobalVar("epilogue_down")
     prepare = GlobalVar("prepare")
     combine = GlobalVar("combine")
     combine_tail = GlobalVar("combine_tail")
-    panel = GlobalVar("panel")
+    panel = {"gate_up": GlobalVar("panel_gate_up"), "down": GlobalVar("panel_down")}  # noqa: RUF012
     fetch_ahead = GlobalVar("fetch_ahead")
     prepare_item = GlobalVar("prepare_item")
     gate_up_item = GlobalVar("gate_up_item")

@@ -1,0 +1,102 @@
+"""What a tuning task measures: the tile in the very panel loop that serves, over weights too many for any cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+from tvm.ir import GlobalVar
+from tvm.script import tirx as T
+
+from ..kernels import MicroKernel, find
+from ..plan import CHUNK_BYTES, even_chunk
+from ..tuning import Decisions
+from .driver import gemm
+from .driver.names import N
+from .module import family, tile_function
+
+WEIGHT_BYTES = 256 << 20  # of one pass over the weights
+LONE_ROWS = 3  # blocks of so many rows are one tile that waits for memory; larger ones are measured as many tiles
+TILES = 8
+ROW_SETS = 64  # of random row ids, taken in turn
+
+
+@dataclass(frozen=True)
+class Task:
+    """A tile of ``rows`` rows of a kernel, with a K of H (stage gate_up) or I (down)."""
+
+    isa: str
+    dtype: str
+    stage: str
+    K: int
+    rows: int
+
+    @property
+    def kernel(self) -> MicroKernel:
+        return find(self.isa, self.dtype)
+
+    @property
+    def label(self) -> str:
+        return f"{self.isa} {self.dtype} {self.stage} K={self.K} rows={self.rows}"
+
+    @property
+    def groups(self) -> int:
+        return -(-self.K // self.kernel.group)
+
+    @property
+    def block_rows(self) -> int:
+        return self.rows if self.rows <= LONE_ROWS else self.rows * TILES
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.groups * self.kernel.NR * self.kernel.group * self.kernel.itemsize
+
+    @property
+    def panels(self) -> int:
+        return max(2, WEIGHT_BYTES // self.panel_bytes)
+
+
+def buckets(kernel: MicroKernel) -> tuple[int, ...]:
+    """Row counts that are tuned; others take the nearest: 1, 2, 4, ... and MR."""
+    powers = (1 << i for i in range(kernel.MR.bit_length()))
+    return tuple(sorted({r for r in powers if r <= kernel.MR} | {kernel.MR}))
+
+
+def build_ir(task: Task, arch: str, decisions: Decisions) -> tvm.IRModule:
+    kernel = task.kernel
+    tile = N.tile["gate_up"]
+    return tvm.IRModule(
+        {
+            **family(tile, {task.rows: tile_function(kernel, arch, task.rows, decisions)}),
+            N.panel["gate_up"]: gemm.panel(kernel, tile),
+            GlobalVar("stage"): entry(task),
+        }
+    )
+
+
+def entry(task: Task) -> tirx.PrimFunc:
+    """One pass: every panel once, each with ``block_rows`` random rows; threads take contiguous shares as items do."""
+    kernel, panel = task.kernel, N.panel["gate_up"]
+    groups, n, size = task.groups, task.block_rows, task.panel_bytes
+    chunk = even_chunk(groups, CHUNK_BYTES // (kernel.NR * kernel.group * kernel.itemsize))
+    acc_bytes = n * kernel.NR * 4
+
+    @T.prim_func(s_tir=True)
+    def stage(
+        x: T.handle, w: T.handle, rows: T.handle, start: T.handle, acc: T.handle, panels: T.int64, threads: T.int64
+    ) -> None:
+        T.func_attr({"global_symbol": "stage"})
+        T.evaluate(T.call_extern("int32", "moe_set_threads", T.Cast("int32", threads)))
+        for th in T.parallel(threads):
+            for q in range((th + T.int64(1)) * panels // threads - th * panels // threads):
+                p: T.let = th * panels // threads + q
+                panel(
+                    T.int64(n), x, T.int64(groups * kernel.group),
+                    T.handle_add_byte_offset(rows, p % T.int64(ROW_SETS) * T.int64(n * 4)),
+                    T.handle_add_byte_offset(w, p * T.int64(size)), start,
+                    T.handle_add_byte_offset(acc, th * T.int64(acc_bytes)),
+                    T.int64(groups), T.int64(chunk), T.int64(size),
+                )  # fmt: skip
+
+    return stage

@@ -1,0 +1,243 @@
+"""MetaSchedule over the tile schedules' decisions: tasks, our builder and runner, the database, and what is kept of it.
+
+The random sampler is enough: a task has a few dozen combinations, and each is measured as it serves. A record is kept
+only where it beat the default when both were measured again, in turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir.utils import derived_object
+from tvm.s_tir import Schedule
+from tvm.s_tir import meta_schedule as ms
+
+from tvm_moe.schedules import style
+from tvm_moe.schedules.skeleton import DECISION
+
+from ..kernels import MicroKernel
+from ..tuning import STAGES, Decisions, Record
+from . import build, compute, stage, stage_worker
+from .stage import Task
+
+PASSES, DUEL_PASSES = 5, 15
+TIMEOUT_SECONDS = 60
+WIN = 1.01  # a record must be this much faster than the default when measured again
+FAILED_SECONDS = 1e9  # MetaSchedule stores failed trials with 1e10
+LOGGER = logging.getLogger("tvm_moe.tune")  # MetaSchedule's own loggers write to the console whatever is asked
+Show = Callable[[str], None]
+
+
+def tasks(kernel: MicroKernel, shapes: Iterable[tuple[int, int]]) -> list[Task]:
+    """Every (stage, K, rows) that layers of these (H, I) need, each once."""
+    sizes = {stage_name: sorted({shape[i] for shape in shapes}) for i, stage_name in enumerate(STAGES)}
+    return [
+        Task(kernel.isa, kernel.dtype, name, K, rows)
+        for name, Ks in sizes.items() for K in Ks for rows in stage.buckets(kernel)
+    ]  # fmt: skip
+
+
+def decisions_of(mod: tvm.IRModule) -> Decisions:
+    """What a scheduled tile was given, read from the annotations of its K loop."""
+    found: dict[str, int] = {}
+
+    def visit(loop: tirx.For) -> None:
+        names = (name for name in loop.annotations if name.startswith(DECISION))
+        found.update({name.removeprefix(DECISION): int(loop.annotations[name]) for name in names})
+
+    tvm_ffi.structural_walk(mod["main"].body, (tirx.For, visit))
+    return tuple(sorted(found.items()))
+
+
+def without_defaults(task: Task, decisions: Decisions, arch: str) -> Decisions:
+    defaults = {d.name: d.default for d in style(task.kernel.style)(task.kernel, arch, task.rows).decisions()}
+    return tuple((name, value) for name, value in decisions if defaults[name] != value)
+
+
+def workload(task: Task) -> tvm.IRModule:
+    """The tile with fixed sizes. Stages with the same K are the same computation: a name tells their records apart."""
+    func = compute.gemm_tile(task.kernel, task.rows, task.groups)
+    return tvm.IRModule({"main": func.with_attr("global_symbol", "main").with_attr("moe_task", task.label)})
+
+
+class Clock:
+    """The worker process; a new one after a crash or a hang."""
+
+    def __init__(self) -> None:
+        self.pool: ProcessPoolExecutor | None = None
+
+    def seconds(self, paths: list[Path], task: Task, threads: int, passes: int) -> list[list[float]]:
+        self.pool = self.pool or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        job = self.pool.submit(stage_worker.seconds, [str(p) for p in paths], task, threads, passes)
+        try:
+            return job.result(timeout=TIMEOUT_SECONDS)
+        except (BrokenProcessPool, TimeoutError):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.pool is not None:
+            for process in list((self.pool._processes or {}).values()):
+                process.kill()
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            self.pool = None
+
+
+class Meter:
+    """Builds and times modules of one task."""
+
+    def __init__(self, task: Task, arch: str, threads: int, folder: Path, clock: Clock) -> None:
+        self.task, self.arch, self.threads, self.folder, self.clock = task, arch, threads, folder, clock
+        self.built: dict[Decisions, Path] = {}
+
+    def build(self, decisions: Decisions) -> Path:
+        if decisions not in self.built:
+            path = self.folder / f"stage-{len(self.built)}.so"
+            build.export(self.task.kernel, self.arch, path, lambda _, arch: stage.build_ir(self.task, arch, decisions))
+            self.built[decisions] = path
+        return self.built[decisions]
+
+    def seconds(self, paths: list[Path], passes: int) -> list[list[float]]:
+        return self.clock.seconds(paths, self.task, self.threads, passes)
+
+
+@derived_object
+class Builder(ms.builder.PyBuilder):
+    """The stage's module around the scheduled tile, by our own pipeline."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter = meter
+
+    def build(self, build_inputs: list[Any]) -> list[Any]:
+        return [self.one(job.mod) for job in build_inputs]
+
+    def one(self, mod: tvm.IRModule) -> Any:
+        try:
+            return ms.builder.BuilderResult(str(self.meter.build(decisions_of(mod))), None)
+        except Exception as error:  # a trial that cannot be built is a failed trial, not the end
+            return ms.builder.BuilderResult(None, f"{type(error).__name__}: {error}")
+
+
+@derived_object
+class Done(ms.runner.PyRunnerFuture):
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.value = result
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self.value
+
+
+@derived_object
+class Runner(ms.runner.PyRunner):
+    """Times one module at a time in the worker process."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter = meter
+
+    def run(self, runner_inputs: list[Any]) -> list[Any]:
+        return [Done(self.one(Path(job.artifact_path))) for job in runner_inputs]
+
+    def one(self, path: Path) -> Any:
+        try:
+            return ms.runner.RunnerResult(self.meter.seconds([path], PASSES)[0], None)
+        except Exception as error:
+            return ms.runner.RunnerResult(None, f"{type(error).__name__}: {error}")
+
+
+def spaces(task: Task, arch: str) -> Callable[[Schedule], list[Schedule]]:
+    """A design space for every combination of the structural decisions."""
+    schedule = style(task.kernel.style)(task.kernel, arch, task.rows)
+
+    def generate(s: Schedule) -> list[Schedule]:
+        copies = [(space, s.copy()) for space in schedule.spaces()]
+        for space, copy in copies:
+            space.apply(copy)
+        return [copy for _, copy in copies]
+
+    return generate
+
+
+def tune(task: Task, arch: str, threads: int, trials: int, work: Path, clock: Clock, say: Show) -> Record:
+    """Search what is left of ``trials`` (records of an earlier run count), then duel with the default."""
+    mod = workload(task)
+    database = ms.database.JSONDatabase(str(work / "database_workload.json"), str(work / "database_tuning_record.json"))
+    with tempfile.TemporaryDirectory(prefix="tvm_moe-tune-") as folder:
+        meter = Meter(task, arch, threads, Path(folder), clock)
+        if (left := trials - len(records(database, mod))) > 0:
+            search(mod, database, meter, left)
+        return duel(task, without_defaults(task, best(database, mod, say), arch), meter)
+
+
+def search(mod: tvm.IRModule, database: Any, meter: Meter, trials: int) -> None:
+    context = ms.TuneContext(
+        mod=mod, target=build.target(meter.task.kernel, meter.arch, **{"num-cores": meter.threads}), task_name="main",
+        space_generator=ms.space_generator.ScheduleFn(
+            spaces(meter.task, meter.arch), sch_rules=[], postprocs=[], mutator_probs={}
+        ),
+        search_strategy="replay-trace", num_threads=1, logger=LOGGER,
+    ).clone()  # fmt: skip
+    ms.tune_tasks(
+        tasks=[context], task_weights=[1.0], work_dir=str(meter.folder), max_trials_global=trials,
+        num_trials_per_iter=min(trials, 4), builder=Builder(meter), runner=Runner(meter), database=database,
+        cost_model="random", measure_callbacks=[ms.measure_callback.AddToDatabase()], task_scheduler="round-robin",
+    )  # fmt: skip
+
+
+def records(database: Any, mod: tvm.IRModule) -> list[Any]:
+    return list(database.get_top_k(database.commit_workload(mod), 1 << 20)) if database.has_workload(mod) else []
+
+
+def best(database: Any, mod: tvm.IRModule, say: Show) -> Decisions:
+    """Decisions with the least median of all their trials; the schedule's defaults where every trial failed."""
+    times: dict[Decisions, list[float]] = {}
+    for found in records(database, mod):
+        seconds = [float(s) for s in found.run_secs]
+        if seconds and max(seconds) < FAILED_SECONDS:
+            s = Schedule(mod)
+            found.trace.apply_to_schedule(s, remove_postproc=False)
+            times.setdefault(decisions_of(s.mod), []).extend(seconds)
+    if not times:
+        say("every trial failed; the defaults stay")
+        return ()
+    return min(times, key=lambda decisions: statistics.median(times[decisions]))
+
+
+def duel(task: Task, found: Decisions, meter: Meter) -> Record:
+    """Default against found, in turns; a record without decisions is one where the default won."""
+    paths = [meter.build(()), meter.build(found)]
+    default, tuned = (statistics.median(times) * 1e6 for times in meter.seconds(paths, DUEL_PASSES))
+    won = found if default / tuned >= WIN else ()
+    return Record(task.kernel.name, task.stage, task.K, task.rows, won, default, tuned if won else default)
+
+
+def prune(work: Path, folder: Path, kept: Iterable[Task]) -> None:
+    """MetaSchedule's database with nothing but the best record of each task whose decisions won."""
+    names = ("database_workload.json", "database_tuning_record.json")
+    full = ms.database.JSONDatabase(*(str(work / name) for name in names))
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    small = ms.database.JSONDatabase(*(str(folder / name) for name in names))
+    for task in kept:
+        for found in full.get_top_k(full.commit_workload(workload(task)), 1):
+            small.commit_tuning_record(
+                ms.database.TuningRecord(
+                    found.trace, small.commit_workload(workload(task)), found.run_secs, found.target, found.args_info
+                )
+            )

@@ -1,0 +1,138 @@
+"""``tvm-moe tune``: which tasks, how long they will take, progress, what is kept, and the modules built from it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from . import isa as levels
+from . import kernels, models, modules, threads, tuning
+from .errors import MoEError
+from .manifest import TVM_VERSION
+from .tuning import Record
+
+FIRST_GUESS_SECONDS = 2.0  # a trial, before any has run: building takes most of it
+WORK = "work"  # in the log's folder: MetaSchedule's whole database; not committed
+
+
+def tune(
+    model: Sequence[str], shapes: Sequence[str], checkpoint: Path | None, dtype: Sequence[str], trials: int,
+    count: int | None, isa: str | None, out: Path | None, to_stderr: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Tune and write ``out``; the log as plain data."""
+    console = Console(stderr=to_stderr)
+    layers = wanted_layers(model, shapes, checkpoint)
+    dtypes = wanted_dtypes(dtype)
+    modules.require_compiler("tuning")
+    from .compiler import tune as tuner
+
+    cpu = cpu_name()
+    folder = out or Path("tune_logs") / cpu
+    work = folder / WORK
+    work.mkdir(parents=True, exist_ok=True)
+    count = count or threads.get_num_threads()
+    rows = [levels.choose(d, isa).kernel for d in dtypes]
+    tasks = [task for kernel in rows for task in tuner.tasks(kernel, layers)]
+    done = known_records(folder)
+    console.print(f"{len(tasks)} tasks of {trials} trials on {cpu}, {count} threads: at most about "
+                  f"{len(tasks) * trials * FIRST_GUESS_SECONDS / 60:.0f} min; {folder}", highlight=False)  # fmt: skip
+    fresh: list[Record] = []
+    with progress(console) as bar, closing(tuner.Clock()) as clock:
+        line = bar.add_task("tuning", total=len(tasks))
+        for task in tasks:
+            bar.update(line, description=f"{task.label}, {sum(bool(r.decisions) for r in fresh)} improved")
+            made = tuner.tune(task, kernels.machine(), count, trials, work, clock, console.print)
+            fresh.append(made)
+            done[key(made)] = made
+            tuning.write(folder, about(cpu, count), sorted(done.values(), key=key))
+            bar.advance(line)
+    tuner.prune(work, folder, [t for t, made in zip(tasks, fresh, strict=True) if made.decisions])
+    console.print(table(fresh))
+    for kernel in rows:
+        modules.make_folder(modules.cache_folder())
+        modules.build_tuned(kernel, kernels.machine(), modules.cache_folder(), [tuning.read(folder)], console.print)
+    return {"folder": str(folder), "records": [asdict(r) | {"decisions": dict(r.decisions)} for r in fresh]}
+
+
+def wanted_layers(model: Sequence[str], shapes: Sequence[str], checkpoint: Path | None) -> list[tuple[int, int]]:
+    """(H, I) of every layer asked for."""
+    from .bench.options import shape as parse_shape
+
+    names = [name for value in model for name in value.split(",")]
+    found = [models.find(name) for name in names] + [parse_shape(text) for text in shapes]
+    layers = [(layer.H, layer.I) for layer in found]
+    if checkpoint is not None:
+        from . import checkpoint as checkpoints
+
+        opened = checkpoints.open(checkpoint)
+        readers = [opened.layer(i) for i in opened.layers]
+        layers += sorted({(reader.hidden_size, reader.intermediate_size) for reader in readers})
+    return layers or [(models.find("qwen3-30b-a3b").H, models.find("qwen3-30b-a3b").I)]
+
+
+def wanted_dtypes(values: Sequence[str]) -> list[str]:
+    dtypes = [d for value in values for d in value.split(",")] or list(kernels.DTYPES)
+    if unknown := [d for d in dtypes if d not in kernels.DTYPES]:
+        raise MoEError(f"unknown dtype {unknown[0]!r}; expected {' or '.join(kernels.DTYPES)}")
+    return dtypes
+
+
+def cpu_name() -> str:
+    """LLVM's name of this CPU."""
+    from tvm.target import codegen
+
+    return codegen.llvm_get_system_cpu()
+
+
+def known_records(folder: Path) -> dict[tuple[Any, ...], Record]:
+    """What an earlier run has found for this CPU; the log of another CPU is refused."""
+    if not (folder / tuning.MANIFEST).exists():
+        return {}
+    found = tuning.read_json(folder / tuning.MANIFEST).get("cpu_key")
+    if found != tuning.cpu_key():
+        raise MoEError(
+            f"{folder} holds the log of another CPU ({found}, this is {tuning.cpu_key()}); give another --out"
+        )
+    return {key(r): r for r in tuning.read(folder).records}
+
+
+def key(r: Record) -> tuple[Any, ...]:
+    return r.kernel, r.stage, r.K, r.rows
+
+
+def about(cpu: str, count: int) -> dict[str, Any]:
+    """What the manifest says of the machine and of what was measured."""
+    import tvm
+
+    return {
+        "cpu": cpu, "cpu_key": tuning.cpu_key(), "brand": levels.brand(), "threads": count, "tvm": TVM_VERSION,
+        "llvm": tvm.get_global_func("target.llvm_version_major")(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "measured": "hardware: median seconds of a pass over 256 MB of panels, default and tuned in turns",
+        "load": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def table(found: Iterable[Record]) -> Table:
+    made = Table(title="default -> tuned", caption="us: a pass over 256 MB of panels, measured in turns.")
+    for name in ("dtype", "stage", "K", "rows", "default us", "tuned us", "ratio", "decisions"):
+        made.add_column(name, no_wrap=True)
+    for r in found:
+        decisions = ", ".join(f"{name}={value}" for name, value in r.decisions) or "default"
+        times = (f"{r.default_us:.0f}", f"{r.tuned_us:.0f}", f"{r.default_us / r.tuned_us:.3f}")
+        made.add_row(r.kernel.partition("_")[0], r.stage, str(r.K), str(r.rows), *times, decisions)
+    return made
