@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import tvm
@@ -185,19 +188,38 @@ def tune(task: Task, arch: str, threads: int, trials: int, work: Path, clock: Cl
         return duel(task, without_defaults(task, best(database, mod, say), arch), meter)
 
 
+@contextmanager
+def without_foreign_intrinsics() -> Iterator[None]:
+    """TuneContext imports the intrinsics of every target, half a minute for CUDA alone; ours register themselves."""
+    name = "tvm.s_tir.tensor_intrin"
+    absent = name not in sys.modules
+    if absent:
+        sys.modules[name] = ModuleType(name)
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules[name]
+
+
 def search(mod: tvm.IRModule, database: Any, meter: Meter, trials: int) -> None:
-    context = ms.TuneContext(
+    with without_foreign_intrinsics():
+        context = tune_context(mod, meter)
+    ms.tune_tasks(
+        tasks=[context], task_weights=[1.0], work_dir=str(meter.folder), max_trials_global=trials,
+        num_trials_per_iter=min(trials, 4), builder=Builder(meter), runner=Runner(meter), database=database,
+        cost_model="random", measure_callbacks=[ms.measure_callback.AddToDatabase()], task_scheduler="round-robin",
+    )  # fmt: skip
+
+
+def tune_context(mod: tvm.IRModule, meter: Meter) -> Any:
+    return ms.TuneContext(
         mod=mod, target=build.target(meter.task.kernel, meter.arch, **{"num-cores": meter.threads}), task_name="main",
         space_generator=ms.space_generator.ScheduleFn(
             spaces(meter.task, meter.arch), sch_rules=[], postprocs=[], mutator_probs={}
         ),
         search_strategy="replay-trace", num_threads=1, logger=LOGGER,
     ).clone()  # fmt: skip
-    ms.tune_tasks(
-        tasks=[context], task_weights=[1.0], work_dir=str(meter.folder), max_trials_global=trials,
-        num_trials_per_iter=min(trials, 4), builder=Builder(meter), runner=Runner(meter), database=database,
-        cost_model="random", measure_callbacks=[ms.measure_callback.AddToDatabase()], task_scheduler="round-robin",
-    )  # fmt: skip
 
 
 def records(database: Any, mod: tvm.IRModule) -> list[Any]:
