@@ -17,7 +17,12 @@ from .kernels import MicroKernel
 L2_ROWS = 192  # rows of one expert that pass a weight panel before the next: their operands (0.4 MB at H 2048) fit L2
 ITEMS_PER_THREAD = 24  # work items a stage should offer each thread, so that the last one to finish costs about 2 %
 CHUNK_BYTES = 256 << 10  # K chunk of a panel that stays in L2 while the rows of a block pass
-Y_RING_BYTES = 8 << 20  # down projection results waiting to be combined: what may stay in L3
+Y_RING_BYTES = 4 << 20  # down projection results waiting to be combined: what may stay in L3
+Y_RING_THREAD_BYTES = 256 << 10  # a share of it for each thread: many have large caches, and more work under way
+COMBINE_TOKENS = (
+    64  # of a combine item, at least: threads share a group's combine, which would else be the last thing done
+)
+COMBINE_PARTS = 8  # items of a group at most
 PREPARE_ROWS = 8  # rows per quantization item
 PACK_UNITS = 64  # K groups of NR rows that packing converts before it transposes them: they stay in L1
 
@@ -46,8 +51,9 @@ class Field(IntEnum):
     ITEMS2 = auto()
     CHUNK13 = auto()  # K groups of a pass over the rows
     CHUNK2 = auto()
-    RING_H = auto()  # blocks whose f32 intermediate may exist at once
+    RING_H = auto()  # blocks whose f32 intermediate may exist at once (BF16 has none: all)
     RING_Y = auto()  # panel groups whose down results may exist at once
+    COMBINE_PARTS = auto()  # items that combine a panel group
     START_STRIDE = auto()  # accumulators between the start values of two panels (0: all panels share one)
     BIAS13_STRIDE = auto()
     BIAS2_STRIDE = auto()
@@ -156,6 +162,8 @@ def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threa
     group2 = min(-(-panels2 // 4), cached, max(1, likely_blocks * panels2 // want))
     y_bytes = group2 * max(1, slots) * NR * 4
     items2 = -(-panels2 // group2)
+    blocks_max = min(sizes.experts, slots) + slots // row_block + 1
+    ring_bytes = max(Y_RING_BYTES, threads * Y_RING_THREAD_BYTES)
     chunk = max(1, CHUNK_BYTES // (NR * group * kernel.itemsize))
     return {
         F.ROW_BLOCK: row_block,
@@ -165,9 +173,10 @@ def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threa
         F.ITEMS2: items2,
         F.CHUNK13: even_chunk(k13, chunk),
         F.CHUNK2: even_chunk(k2, chunk),
-        F.RING_H: max(4, 2 * threads),
-        F.RING_Y: min(items2, max(2, Y_RING_BYTES // y_bytes)),
-        F.BLOCKS_MAX: min(sizes.experts, slots) + slots // row_block + 1,
+        F.RING_H: max(4, 4 * threads) if kernel.dtype == "int8" else blocks_max,
+        F.RING_Y: min(items2, max(2, ring_bytes // y_bytes, -(-2 * threads // likely_blocks) + 1)),
+        F.COMBINE_PARTS: max(1, min(COMBINE_PARTS, tokens // COMBINE_TOKENS)),
+        F.BLOCKS_MAX: blocks_max,
     }
 
 

@@ -30,6 +30,7 @@ LOSSES = {
     ("gate/up", "ready"): "ring_h",
     ("down", "ready"): "intermediate",
     ("down", "combined"): "ring_y",
+    ("combine", "down"): "down",
 }
 
 

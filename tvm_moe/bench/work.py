@@ -16,12 +16,12 @@ from ..plan import PREPARE_ROWS, Plan
 from .costs import Costs
 
 F = plan.Field
-Flag = tuple[str, int]  # ("prepared", 0), ("ready", block), ("combined", group): what the driver's counters tell
+Flag = tuple[str, int]  # ("prepared", 0), ("ready", block), ("down", group), ("combined", group): the driver's counters
 
 
 @dataclass(frozen=True)
 class Item:
-    stage: str  # "prepare", "gate/up" or "down"
+    stage: str  # "prepare", "gate/up", "down", "combine"; "none": a ticket without work
     seconds: float
     waits: tuple[Flag, ...]
     joins: Flag  # which is reached when the last item that joins it has ended
@@ -43,8 +43,7 @@ def blocks(ids: Tensor, experts: int, row_block: int) -> list[int]:
     """Rows of each block: those of an expert in as few equal parts as ``row_block`` allows."""
     made = []
     for n in ids.flatten().bincount(minlength=experts).tolist():
-        parts = -(-n // row_block)
-        made += [n * (i + 1) // parts - n * i // parts for i in range(parts)]
+        made += parts(n, -(-n // row_block))
     return made or [0]
 
 
@@ -53,8 +52,6 @@ def of(kernel: MicroKernel, p: Plan, rows: list[int], costs: Costs) -> Work:
     items = [*prepare(kernel, p, costs), *gate_up(kernel, p, rows, costs), *down(kernel, p, rows, costs)]
     quantized = 5 if kernel.dtype == "int8" else 0  # bytes a value of the intermediate: f32 read, int8 written
     last = {("ready", b): costs.rows(quantized * n * p[F.H_LD]) for b, n in enumerate(rows)}
-    combined = kernel.NR * p[F.TOKENS] * (4 * p[F.TOP_K] + 2)  # bytes a panel: f32 of all slots read, bf16 written
-    last |= {("combined", g): costs.rows(panels * combined) for g, panels in enumerate(groups2(p))}
     return Work(items, last)
 
 
@@ -73,11 +70,38 @@ def gate_up(kernel: MicroKernel, p: Plan, rows: list[int], costs: Costs) -> Iter
 
 
 def down(kernel: MicroKernel, p: Plan, rows: list[int], costs: Costs) -> Iterator[Item]:
-    """Panel group by panel group. The ring: a group's results take the place of some that must be combined."""
-    for g, panels in enumerate(groups2(p)):
-        ring = [("combined", g - p[F.RING_Y])] if g >= p[F.RING_Y] else []
+    """Rounds: a panel group's blocks, and the combine of the group ``lag`` rounds before.
+
+    The ring: a group's results take the place of some that must be combined.
+    """
+    groups, none = groups2(p), Item("none", 0.0, (), ("none", 0))
+    lag = min(p[F.RING_Y] - 1, -(-2 * p[F.THREADS] // len(rows)))
+    slot_bytes = kernel.NR * (4 * p[F.TOP_K] + 2)  # of a panel and token: f32 of all slots read, bf16 written
+    for j in range(len(groups) + lag):
+        ring = [("combined", j - p[F.RING_Y])] if j >= p[F.RING_Y] else []
         for b, n in enumerate(rows):
-            yield Item("down", costs.gemm(kernel, n, panels, p[F.K2]), (("ready", b), *ring), ("combined", g))
+            yield (
+                none
+                if j >= len(groups)
+                else Item("down", costs.gemm(kernel, n, groups[j], p[F.K2]), (("ready", b), *ring), ("down", j))
+            )
+        for tokens in parts(p[F.TOKENS], p[F.COMBINE_PARTS]):
+            g = j - lag
+            yield (
+                none
+                if g < 0
+                else Item(
+                    "combine",
+                    costs.item * 1e-6 + costs.rows(groups[g] * tokens * slot_bytes),
+                    (("down", g),),
+                    ("combined", g),
+                )
+            )
+
+
+def parts(count: int, n: int) -> list[int]:
+    """``count`` in ``n`` equal parts."""
+    return [count * (i + 1) // n - count * i // n for i in range(n)]
 
 
 def groups2(p: Plan) -> list[int]:

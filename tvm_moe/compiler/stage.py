@@ -17,8 +17,7 @@ from .driver.names import N
 from .module import family, tile_function
 
 WEIGHT_BYTES = 256 << 20  # of one pass over the weights
-LONE_ROWS = 3  # blocks of so many rows are one tile that waits for memory; larger ones are measured as many tiles
-TILES = 8
+TILES = 8  # of a block of full tiles
 ROW_SETS = 64  # of random row ids, taken in turn
 
 
@@ -46,7 +45,9 @@ class Task:
 
     @property
     def block_rows(self) -> int:
-        return self.rows if self.rows <= LONE_ROWS else self.rows * TILES
+        """Rows of a block that `panel` cuts into tiles of ``rows``: a lone one that waits for memory, two, or many."""
+        MR = self.kernel.MR
+        return self.rows * (1 if self.rows <= MR // 2 else TILES if self.rows == MR else 2)
 
     @property
     def panel_bytes(self) -> int:

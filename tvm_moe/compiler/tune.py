@@ -29,14 +29,14 @@ from tvm.s_tir import meta_schedule as ms
 from tvm_moe.schedules import style
 from tvm_moe.schedules.skeleton import DECISION
 
-from ..kernels import MicroKernel
+from ..kernels import TABLE, MicroKernel
 from ..tuning import STAGES, Decisions, Record
-from . import build, compute, stage, stage_worker
+from . import build, compute, intrin, stage, stage_worker
 from .stage import Task
 
 PASSES, DUEL_PASSES = 5, 15
 TIMEOUT_SECONDS = 60
-WIN = 1.01  # a record must be this much faster than the default when measured again
+WIN = 1.01  # a record must be this much faster than the default in turns with it, and faster in three turns of four
 FAILED_SECONDS = 1e9  # MetaSchedule stores failed trials with 1e10
 LOGGER = logging.getLogger("tvm_moe.tune")  # MetaSchedule's own loggers write to the console whatever is asked
 Show = Callable[[str], None]
@@ -180,6 +180,7 @@ def spaces(task: Task, arch: str) -> Callable[[Schedule], list[Schedule]]:
 def tune(task: Task, arch: str, threads: int, trials: int, work: Path, clock: Clock, say: Show) -> Record:
     """Search what is left of ``trials`` (records of an earlier run count), then duel with the default."""
     mod = workload(task)
+    register_intrinsics()
     database = ms.database.JSONDatabase(str(work / "database_workload.json"), str(work / "database_tuning_record.json"))
     with tempfile.TemporaryDirectory(prefix="tvm_moe-tune-") as folder:
         meter = Meter(task, arch, threads, Path(folder), clock)
@@ -200,6 +201,12 @@ def without_foreign_intrinsics() -> Iterator[None]:
     finally:
         if absent:
             del sys.modules[name]
+
+
+def register_intrinsics() -> None:
+    """A database reads the traces of all its records when it is opened; the intrinsics they name must exist by then."""
+    for name in {kernel.intrinsic for kernel in TABLE if kernel.intrinsic}:
+        intrin.family(name).tensor_intrin()
 
 
 def search(mod: tvm.IRModule, database: Any, meter: Meter, trials: int) -> None:
@@ -243,15 +250,17 @@ def best(database: Any, mod: tvm.IRModule, say: Show) -> Decisions:
 
 def duel(task: Task, found: Decisions, meter: Meter) -> Record:
     """Default against found, in turns; a record without decisions is one where the default won."""
-    paths = [meter.build(()), meter.build(found)]
-    default, tuned = (statistics.median(times) * 1e6 for times in meter.seconds(paths, DUEL_PASSES))
-    won = found if default / tuned >= WIN else ()
+    times = meter.seconds([meter.build(()), meter.build(found)], DUEL_PASSES)
+    default, tuned = (statistics.median(passes) * 1e6 for passes in times)
+    quartile, ratio, _ = statistics.quantiles((a / b for a, b in zip(*times, strict=True)), n=4)
+    won = found if ratio >= WIN and quartile > 1 else ()
     return Record(task.kernel.name, task.stage, task.K, task.rows, won, default, tuned if won else default)
 
 
 def prune(work: Path, folder: Path, kept: Iterable[Task]) -> None:
     """MetaSchedule's database with nothing but the best record of each task whose decisions won."""
     names = ("database_workload.json", "database_tuning_record.json")
+    register_intrinsics()
     full = ms.database.JSONDatabase(*(str(work / name) for name in names))
     for name in names:
         (folder / name).unlink(missing_ok=True)

@@ -68,28 +68,33 @@ def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
 
 
 def combine_item(kernel: MicroKernel) -> tirx.PrimFunc:
-    """Sum the slots of every token for the columns of one panel group."""
+    """Sum the slots of some tokens, one of COMBINE_PARTS equal parts, for the columns of one panel group."""
     NR = kernel.NR
     combine, combine_tail = N.combine, N.combine_tail
 
     @T.prim_func(private=True, s_tir=True)
     def combine_item(
-        g: T.int64, plan: T.handle("int64"), scratch: T.handle, weights: T.handle, out: T.handle, x_code: T.int64
-    ) -> None:
+        g: T.int64, part: T.int64, plan: T.handle("int64"), scratch: T.handle, weights: T.handle, out: T.handle,
+        x_code: T.int64,
+    ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         slots: T.let = P[F.TOKENS] * P[F.TOP_K]
-        position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION])
+        t0: T.let = part * P[F.TOKENS] // P[F.COMBINE_PARTS]
+        n: T.let = (part + T.int64(1)) * P[F.TOKENS] // P[F.COMBINE_PARTS] - t0
+        position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION] + t0 * P[F.TOP_K] * T.int64(4))
+        factors: T.let = T.handle_add_byte_offset(weights, t0 * P[F.TOP_K] * T.int64(4))
+        size: T.let = T.int64(2) * (x_code + T.int64(1))
         for p in range(T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])):
             column: T.let = (g * P[F.GROUP2] + p) * T.int64(NR)
             y: T.let = T.handle_add_byte_offset(
                 scratch, P[F.AT_Y] + (g % P[F.RING_Y] * P[F.GROUP2] + p) * slots * T.int64(NR * 4)
             )
-            target: T.let = T.handle_add_byte_offset(out, column * T.int64(2) * (x_code + T.int64(1)))
+            target: T.let = T.handle_add_byte_offset(out, (t0 * P[F.OUT_STRIDE] + column) * size)
             if P[F.HIDDEN] - column >= T.int64(NR):
-                combine(x_code, y, position, weights, target, slots, P[F.TOKENS], P[F.TOP_K], P[F.OUT_STRIDE])
+                combine(x_code, y, position, factors, target, slots, n, P[F.TOP_K], P[F.OUT_STRIDE])
             else:
                 combine_tail(
-                    x_code, y, position, weights, target, slots, P[F.TOKENS], P[F.TOP_K], P[F.HIDDEN] - column,
+                    x_code, y, position, factors, target, slots, n, P[F.TOP_K], P[F.HIDDEN] - column,
                     P[F.OUT_STRIDE],
                 )  # fmt: skip
 

@@ -25,8 +25,13 @@ def worker() -> tirx.PrimFunc:
         n_blocks: T.let = Y[SYNC_BLOCK_COUNT]
         prepares: T.let = (P[F.TOKENS] + T.int64(PREPARE_ROWS - 1)) // T.int64(PREPARE_ROWS)
         down_from: T.let = prepares + n_blocks * P[F.ITEMS13]
-        end: T.let = down_from + n_blocks * P[F.ITEMS2]
-        # Per block: finished gate/up items, then "intermediate ready"; per panel group: finished blocks, then "combined".
+        # The down stage goes in rounds: a panel group's blocks, and the combine of the group `lag` rounds before. By then all
+        # its blocks are done or under way, so that few threads wait; the ring must have room for that many groups.
+        parts: T.let = P[F.COMBINE_PARTS]
+        round_items: T.let = n_blocks + parts
+        lag: T.let = T.min(P[F.RING_Y] - T.int64(1), (T.int64(2) * P[F.THREADS] + n_blocks - T.int64(1)) // n_blocks)
+        end: T.let = down_from + round_items * (P[F.ITEMS2] + lag)
+        # Per block: finished gate/up items, then "intermediate ready"; per panel group: finished blocks, then combine items.
         ready: T.let = SYNC_BLOCKS + P[F.BLOCKS_MAX]
         group_count: T.let = SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX]
         combined: T.let = group_count + P[F.ITEMS2]
@@ -55,21 +60,27 @@ def worker() -> tirx.PrimFunc:
                     finish_block(b, plan, scratch, blocks)
                     T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[ready + b]), T.int64(1)))
             else:
-                g: T.let = (ticket[0] - down_from) // n_blocks
-                b: T.let = (ticket[0] - down_from) % n_blocks
-                next_g: T.let = (T.min(ticket[1], end - T.int64(1)) - down_from) // n_blocks
-                next_b: T.let = (T.min(ticket[1], end - T.int64(1)) - down_from) % n_blocks
-                next_at[0] = T.Cast("int64", B[next_b]) * P[F.PANELS2] + next_g * P[F.GROUP2]
-                T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b]), T.int64(1)))
-                if g >= P[F.RING_Y]:
-                    T.evaluate(
-                        T.call_extern("int32", "moe_wait", T.address_of(Y[combined + g - P[F.RING_Y]]), T.int64(1))
-                    )
-                down_item(th, g, b, next_at[0], plan, scratch, blocks)
-                done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[group_count + g]), T.int64(1))
-                if done[0] == n_blocks:
-                    combine_item(g, plan, scratch, weights, out, x_code)
-                    T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[combined + g]), T.int64(1)))
+                j: T.let = (ticket[0] - down_from) // round_items
+                b: T.let = (ticket[0] - down_from) % round_items
+                if b < n_blocks:
+                    if j < P[F.ITEMS2]:
+                        next_j: T.let = (T.min(ticket[1], end - T.int64(1)) - down_from) // round_items
+                        next_b: T.let = (T.min(ticket[1], end - T.int64(1)) - down_from) % round_items
+                        next_at[0] = (
+                            T.Cast("int64", B[T.min(next_b, n_blocks - T.int64(1))]) * P[F.PANELS2]
+                            + T.min(next_j, P[F.ITEMS2] - T.int64(1)) * P[F.GROUP2]
+                        )
+                        T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b]), T.int64(1)))
+                        if j >= P[F.RING_Y]:
+                            T.evaluate(
+                                T.call_extern("int32", "moe_wait", T.address_of(Y[combined + j - P[F.RING_Y]]), parts)
+                            )
+                        down_item(th, j, b, next_at[0], plan, scratch, blocks)
+                        T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[group_count + j]), T.int64(1)))
+                elif j >= lag:
+                    T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[group_count + j - lag]), n_blocks))
+                    combine_item(j - lag, b - n_blocks, plan, scratch, weights, out, x_code)
+                    T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[combined + j - lag]), T.int64(1)))
 
     return worker
 
