@@ -19,6 +19,7 @@ from .cache import cache_folder, mark_used, prune
 from .errors import ModuleError, SlowPathWarning
 from .kernels import MicroKernel
 from .manifest import check, check_folder
+from .tuning import ENVIRONMENT as LOGS_ENVIRONMENT
 from .tuning import Choice, Logs, variants
 
 ENVIRONMENT = "TVM_MOE_MODULES"
@@ -36,10 +37,19 @@ def find(kernel: MicroKernel) -> Path:
 
 
 def find_tuned(kernel: MicroKernel, variant: str) -> Path | None:
-    """The checked module with these tuned decisions; None where nobody has built it: that is never done on the spot."""
-    if not variant or existing(kernel, f"-{variant}") is None:
-        return None
-    return _find(kernel, lambda path, arch: None, f"-{variant}")
+    """The checked module with these tuned decisions; None where nobody has built it: that is never done on the spot.
+
+    The folder that serves the shape-generic module is the last one looked at, so that a wheel never asks for the cache,
+    whose name takes reading all sources; but the user's own logs may have their modules anywhere.
+    """
+    names = [filename(kernel, kernels.machine(), kind) for kind in (f"-{variant}", "")]
+    for folder in folders() if variant else ():
+        tuned, generic = ((folder / name).with_suffix(".json").exists() for name in names)
+        if tuned:
+            return _find(kernel, lambda path, arch: None, f"-{variant}")
+        if generic and not os.environ.get(LOGS_ENVIRONMENT):
+            return None
+    return None
 
 
 def find_probe(kernel: MicroKernel) -> Path:

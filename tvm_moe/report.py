@@ -48,7 +48,7 @@ def tuning_lines(layer: Any) -> list[str]:
         return ["  tuning: no logs for this CPU (tvm-moe tune makes them); the schedules' defaults serve"]
     if not chosen.variant:
         return [f"  tuning: by the logs of {logs.cpu} the defaults are best here"]
-    built = modules.existing(layer.kernel, f"-{chosen.variant}")
+    built = modules.find_tuned(layer.kernel, chosen.variant)
     state = f"module {built}" if built else "NOT BUILT, the defaults serve: run tvm-moe build --tuned"
     lines = [f"  tuning: variant {chosen.variant} by the logs of {logs.cpu}, {state}"]
     for stage, tiles in chosen.sources.items():
