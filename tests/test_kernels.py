@@ -11,7 +11,8 @@ import pytest
 
 import tvm_moe
 from tests.helpers import U
-from tvm_moe import MoEError, isa, kernels, packing, runtime
+from tvm_moe import MoEError, isa, kernels, runtime
+from tvm_moe.expert_weights import INT8_MAX_K
 from tvm_moe.kernels import TABLE
 from tvm_moe.schedules import STYLES
 
@@ -185,4 +186,4 @@ def test_operands_need_no_alignment_beyond_their_own(kernel, offset):
 
 
 def test_the_largest_k_of_int8_fits_int32():
-    assert packing.INT8_MAX_K * 127 * 128 <= 2**31 < (packing.INT8_MAX_K + 1) * 127 * 128
+    assert INT8_MAX_K * 127 * 128 <= 2**31 < (INT8_MAX_K + 1) * 127 * 128

@@ -9,7 +9,8 @@ import tvm_moe
 from tests.conftest import rows
 from tests.helpers import ACTIVATION_OPTIONS, assert_matches_reference, make_case
 from tests.pairwise import pairwise
-from tvm_moe import packing, plan
+from tvm_moe import plan
+from tvm_moe.expert_weights import INT8_MAX_K
 from tvm_moe.kernels import DTYPES
 from tvm_moe.plan import Field
 
@@ -160,7 +161,7 @@ def test_more_rows_and_results_than_fit_the_rings(kernel):
 
 def test_int8_sums_over_the_largest_k(int8_kernel):
     """The extremes of int8 over 132,000 products: the shifted sums of u8 kernels pass 2^31 on the way."""
-    K = packing.INT8_MAX_K
+    K = INT8_MAX_K
     x = torch.full((2, K), 127.0)
     x[1] = -127
     w13 = torch.full((1, 1, K), -128, dtype=torch.int8)

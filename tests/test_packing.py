@@ -15,6 +15,7 @@ from tests.conftest import rows
 from tests.helpers import make_case
 from tests.test_layer import LAYOUTS, STORED, strided
 from tvm_moe import MoEError, PackedExperts, kernels, packing, reference
+from tvm_moe.expert_weights import INT8_MAX_K
 from tvm_moe.experts import ExpertWeights
 
 ODD = [(1, 1), (7, 5), (33, 31), (66, 35), (130, 97), (515, 64)]  # (H, I)
@@ -160,7 +161,7 @@ def test_floats_that_cannot_be_quantized(int8_kernel, name, bad):
 
 
 def test_k_beyond_int32(int8_kernel):
-    most = packing.INT8_MAX_K
+    most = INT8_MAX_K
     for H, I in ((most + 1, 8), (8, most + 1)):
         with pytest.raises(MoEError, match=rf"K = {most + 1} can overflow int32; K may be at most {most}: use bf16"):
             PackedExperts.from_experts([], 1, H, I, dtype="int8", isa=int8_kernel.isa)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from . import isa, runtime
 from .activations import ActivationSpec
 from .errors import MoEError
+from .expert_weights import VECTORS, ExpertWeights, check_expert, check_sizes
 from .kernels import MicroKernel
 from .plan import LayerSizes, Matrix, pack_temp_bytes
 from .runtime import Layer
@@ -19,20 +20,6 @@ from .runtime import Layer
 Tensor = torch.Tensor
 SOURCE_CODES = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}  # compiler/driver/pack.SOURCES
 WEIGHT_DTYPE = {"int8": torch.int8, "bf16": torch.bfloat16}
-VECTORS = ("w13_scale", "w2_scale", "w13_bias", "w2_bias")
-INT8_MAX_K = 2**31 // (127 * 128)  # 133,000: beyond it an int32 sum of products could overflow
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """One expert as stored: w13 [2I, H] ([I, H] without gate), w2 [H, I], any strides; scales and biases [N] or None."""
-
-    w13: Tensor
-    w2: Tensor
-    w13_scale: Tensor | None = None
-    w2_scale: Tensor | None = None
-    w13_bias: Tensor | None = None
-    w2_bias: Tensor | None = None
 
 
 def shapes(kernel: MicroKernel, sizes: LayerSizes) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -204,49 +191,6 @@ def fill(out: Tensor, vectors: Tensor, column: Tensor) -> None:
     """Per-channel vectors [E, N] in packed order [E, panels, NR]; padding columns are zero."""
     torch.index_select(vectors, 1, column.clamp(min=0).reshape(-1), out=out.view(len(vectors), -1))
     out.masked_fill_(column < 0, 0)
-
-
-def check_sizes(dtype: str, E: int, H: int, I: int) -> None:
-    if dtype not in WEIGHT_DTYPE:
-        raise MoEError(f"dtype={dtype!r} is not supported; expected one of {sorted(WEIGHT_DTYPE)} or None")
-    for name, value in (("num_experts", E), ("hidden_size", H), ("intermediate_size", I)):
-        if value < 1:
-            raise MoEError(f"{name} must be at least 1, got {value}")
-    if dtype == "int8" and max(H, I) > INT8_MAX_K:
-        raise MoEError(f"INT8 sums over K = {max(H, I)} can overflow int32; K may be at most {INT8_MAX_K}: use bf16")
-
-
-def check_expert(e: int, w: ExpertWeights, sizes: LayerSizes, dtype: str) -> None:
-    """Shapes, dtypes and device of one expert."""
-    I, H = sizes.intermediate, sizes.hidden
-    N = 2 * I if sizes.gated else I
-    for name, tensor, rows, cols in (("w13", w.w13, N, H), ("w2", w.w2, H, I)):
-        check_weight(f"expert {e}, {name}", tensor, (rows, cols), dtype)
-        for kind in ("scale", "bias"):
-            vector = getattr(w, f"{name}_{kind}")
-            exists = vector is not None
-            wanted = tensor.dtype == torch.int8 if kind == "scale" else getattr(sizes, f"bias{name[1:]}")
-            if exists != wanted:
-                state = "missing" if wanted else "unexpected"
-                raise MoEError(
-                    f"expert {e}: {name}_{kind} is {state}; int8 weights need scales, float weights take none"
-                )
-            if exists and (vector.numel() != rows or not vector.is_floating_point()):
-                raise MoEError(
-                    f"expert {e}: {name}_{kind} has shape {tuple(vector.shape)} and dtype {vector.dtype}, "
-                    f"expected [{rows}] or [{rows}, 1] floating"
-                )
-
-
-def check_weight(label: str, tensor: Tensor, shape: tuple[int, int], dtype: str) -> None:
-    if tensor.device.type != "cpu":
-        raise MoEError(f"{label} is on {tensor.device}; this package runs on the CPU: call .cpu() first")
-    if tuple(tensor.shape) != shape:
-        raise MoEError(f"{label} has shape {tuple(tensor.shape)}, expected {shape}")
-    floating = tensor.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    if not (floating or (tensor.dtype == torch.int8 and dtype == "int8")):
-        raise MoEError(f"{label} is {tensor.dtype}; dtype={dtype!r} takes bfloat16, float16, float32"
-                       f"{' or int8' if dtype == 'int8' else ''}")  # fmt: skip
 
 
 def unpack(layer: Layer, e: int) -> ExpertWeights:

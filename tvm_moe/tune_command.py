@@ -33,6 +33,7 @@ def tune(
     layers = wanted_layers(model, shapes, checkpoint)
     dtypes = wanted_dtypes(dtype)
     modules.require_compiler("tuning")
+    from .compiler import trial
     from .compiler import tune as tuner
 
     cpu = cpu_name()
@@ -46,7 +47,7 @@ def tune(
     console.print(f"{len(tasks)} tasks of {trials} trials on {cpu}, {count} threads: at most about "
                   f"{len(tasks) * trials * FIRST_GUESS_SECONDS / 60:.0f} min; {folder}", highlight=False)  # fmt: skip
     fresh: list[Record] = []
-    with progress(console) as bar, closing(tuner.Clock()) as clock:
+    with progress(console) as bar, closing(trial.Clock()) as clock:
         line = bar.add_task("tuning", total=len(tasks))
         for task in tasks:
             bar.update(line, description=f"{task.label}, {sum(bool(r.decisions) for r in fresh)} improved")

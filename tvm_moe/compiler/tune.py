@@ -11,31 +11,24 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import tvm
-import tvm_ffi
-from tvm import tirx
-from tvm.ir.utils import derived_object
 from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
 
 from tvm_moe.schedules import style
-from tvm_moe.schedules.skeleton import DECISION
 
 from ..kernels import TABLE, MicroKernel
 from ..tuning import STAGES, Decisions, Record
-from . import build, compute, intrin, stage, stage_worker
+from . import build, compute, intrin, stage
 from .stage import Task
+from .trial import Builder, Clock, Meter, Runner, decisions_of
 
-PASSES, DUEL_PASSES = 5, 15
-TIMEOUT_SECONDS = 60
+DUEL_PASSES = 15
 WIN = 1.01  # a record must be this much faster than the default in turns with it, and faster in three turns of four
 FAILED_SECONDS = 1e9  # MetaSchedule stores failed trials with 1e10
 LOGGER = logging.getLogger("tvm_moe.tune")  # MetaSchedule's own loggers write to the console whatever is asked
@@ -51,18 +44,6 @@ def tasks(kernel: MicroKernel, shapes: Iterable[tuple[int, int]]) -> list[Task]:
     ]  # fmt: skip
 
 
-def decisions_of(mod: tvm.IRModule) -> Decisions:
-    """What a scheduled tile was given, read from the annotations of its K loop."""
-    found: dict[str, int] = {}
-
-    def visit(loop: tirx.For) -> None:
-        names = (name for name in loop.annotations if name.startswith(DECISION))
-        found.update({name.removeprefix(DECISION): int(loop.annotations[name]) for name in names})
-
-    tvm_ffi.structural_walk(mod["main"].body, (tirx.For, visit))
-    return tuple(sorted(found.items()))
-
-
 def without_defaults(task: Task, decisions: Decisions, arch: str) -> Decisions:
     defaults = {d.name: d.default for d in style(task.kernel.style)(task.kernel, arch, task.rows).decisions()}
     return tuple((name, value) for name, value in decisions if defaults[name] != value)
@@ -72,96 +53,6 @@ def workload(task: Task) -> tvm.IRModule:
     """The tile with fixed sizes. Stages with the same K are the same computation: a name tells their records apart."""
     func = compute.gemm_tile(task.kernel, task.rows, task.groups)
     return tvm.IRModule({"main": func.with_attr("global_symbol", "main").with_attr("moe_task", task.label)})
-
-
-class Clock:
-    """The worker process; a new one after a crash or a hang."""
-
-    def __init__(self) -> None:
-        self.pool: ProcessPoolExecutor | None = None
-
-    def seconds(self, paths: list[Path], task: Task, threads: int, passes: int) -> list[list[float]]:
-        self.pool = self.pool or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        job = self.pool.submit(stage_worker.seconds, [str(p) for p in paths], task, threads, passes)
-        try:
-            return job.result(timeout=TIMEOUT_SECONDS)
-        except (BrokenProcessPool, TimeoutError):
-            self.close()
-            raise
-
-    def close(self) -> None:
-        if self.pool is not None:
-            for process in list((self.pool._processes or {}).values()):
-                process.kill()
-            self.pool.shutdown(wait=False, cancel_futures=True)
-            self.pool = None
-
-
-class Meter:
-    """Builds and times modules of one task."""
-
-    def __init__(self, task: Task, arch: str, threads: int, folder: Path, clock: Clock) -> None:
-        self.task, self.arch, self.threads, self.folder, self.clock = task, arch, threads, folder, clock
-        self.built: dict[Decisions, Path] = {}
-
-    def build(self, decisions: Decisions) -> Path:
-        if decisions not in self.built:
-            path = self.folder / f"stage-{len(self.built)}.so"
-            build.export(self.task.kernel, self.arch, path, lambda _, arch: stage.build_ir(self.task, arch, decisions))
-            self.built[decisions] = path
-        return self.built[decisions]
-
-    def seconds(self, paths: list[Path], passes: int) -> list[list[float]]:
-        return self.clock.seconds(paths, self.task, self.threads, passes)
-
-
-@derived_object
-class Builder(ms.builder.PyBuilder):
-    """The stage's module around the scheduled tile, by our own pipeline."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self.meter = meter
-
-    def build(self, build_inputs: list[Any]) -> list[Any]:
-        return [self.one(job.mod) for job in build_inputs]
-
-    def one(self, mod: tvm.IRModule) -> Any:
-        try:
-            return ms.builder.BuilderResult(str(self.meter.build(decisions_of(mod))), None)
-        except Exception as error:  # a trial that cannot be built is a failed trial, not the end
-            return ms.builder.BuilderResult(None, f"{type(error).__name__}: {error}")
-
-
-@derived_object
-class Done(ms.runner.PyRunnerFuture):
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.value = result
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> Any:
-        return self.value
-
-
-@derived_object
-class Runner(ms.runner.PyRunner):
-    """Times one module at a time in the worker process."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self.meter = meter
-
-    def run(self, runner_inputs: list[Any]) -> list[Any]:
-        return [Done(self.one(Path(job.artifact_path))) for job in runner_inputs]
-
-    def one(self, path: Path) -> Any:
-        try:
-            return ms.runner.RunnerResult(self.meter.seconds([path], PASSES)[0], None)
-        except Exception as error:
-            return ms.runner.RunnerResult(None, f"{type(error).__name__}: {error}")
 
 
 def spaces(task: Task, arch: str) -> Callable[[Schedule], list[Schedule]]:
