@@ -95,6 +95,8 @@ def test_arrange_by_memory():
     groups, left_out = arrange(entries, wanted, sizes, 40)
     assert [len(g.entries) for g in groups] == [2, 1]
     assert left_out == [entries[3]]
+    groups, _ = arrange(entries, wanted, sizes, 140, process_bytes=1)
+    assert len(groups) == 2
 
 
 def test_rounds_take_turns_and_a_side_that_fails_leaves():

@@ -17,6 +17,9 @@ from .routing import Workload
 from .worker import Job
 
 
+PROCESS_BYTES = 700 << 20  # torch, the inputs of all calls, scratch; seven sides without it were ended by the system
+
+
 @dataclass(frozen=True)
 class Entry:
     """A side that runs layers of one dtype."""
@@ -34,17 +37,24 @@ class Group:
 
 
 def arrange(
-    entries: Sequence[Entry], wanted: dict[str, int], layer_bytes: dict[str, int], available: int
+    entries: Sequence[Entry],
+    wanted: dict[str, int],
+    layer_bytes: dict[str, int],
+    available: int,
+    process_bytes: int = 0,
 ) -> tuple[list[Group], list[Entry]]:
     """Groups that fit ``available`` bytes, and the entries that fit none.
 
     All together where possible, else dtype by dtype, else with fewer layers, else without the last ones. ``wanted``:
-    layers of each dtype; ``layer_bytes``: their size, needed once more while a side converts what it was given.
+    layers of each dtype; ``layer_bytes``: their size, needed once more while a side converts what it was given;
+    ``process_bytes``: what a side's process needs beyond its layers.
     """
 
     def fits(group: Sequence[Entry], most: int) -> bool:
         sizes = [layer_bytes[e.dtype] * min(most, wanted[e.dtype]) for e in group]
-        return sum(sizes) + max((layer_bytes[e.dtype] for e in group), default=0) <= available
+        return (
+            len(group) * process_bytes + sum(sizes) + max((layer_bytes[e.dtype] for e in group), default=0) <= available
+        )
 
     most = max(wanted.values())
     if fits(entries, most):

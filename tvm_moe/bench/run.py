@@ -14,7 +14,7 @@ from .. import isa, modules, threads
 from ..errors import ModuleError
 from ..models import LayerShape
 from . import cells, checks, machine, peers
-from .fleet import Entry, Fleet, arrange, layer_bytes
+from .fleet import PROCESS_BYTES, Entry, Fleet, arrange, layer_bytes
 from .layers import Source, layers_in_rotation
 from .options import Options
 from .probes import Probes
@@ -63,7 +63,7 @@ class Run:
         l3 = self.report["machine"]["l3_bytes"]
         wanted = {dtype: layers_in_rotation(size, l3, o.rotation_bytes) for dtype, size in sizes.items()}
         groups, left_out = arrange(
-            self.entries(shape), wanted, sizes, int(MEMORY_SHARE * machine.memory("MemAvailable"))
+            self.entries(shape), wanted, sizes, int(MEMORY_SHARE * machine.memory("MemAvailable")), PROCESS_BYTES
         )
         for entry in left_out:
             self.absent(shape, entry, f"a layer of {sizes[entry.dtype] / 2**30:.1f} GiB does not fit memory")
