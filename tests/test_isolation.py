@@ -70,7 +70,7 @@ def test_scratch_memory_may_hold_anything(kernel, T, poison):
     packed = case.pack(kernel)
     want = case.run(packed)
     assert_matches_reference(want, case)
-    runtime._scratch.array.fill(poison)
+    runtime._scratch.held[0].fill(poison)
     assert torch.equal(case.run(packed), want)
 
 

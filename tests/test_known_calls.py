@@ -1,12 +1,14 @@
 """A kind of call that has passed the checks is not checked again: whatever the checks cared about must still be noticed."""
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tvm_moe
 from tests.helpers import make_case
-from tvm_moe import MoEError, api
+from tvm_moe import MoEError, api, runtime
+from tvm_moe.plan import Field
 
 
 @pytest.fixture
@@ -82,3 +84,46 @@ def test_few_kinds_are_remembered(known, monkeypatch):
     for T in range(1, 9):
         make_case(T=T, E=4, H=66, I=70, dtype=packed.dtype).run(packed)
     assert len(packed.layer.known) <= 3
+
+
+def test_a_plan_is_remembered_under_its_own_thread_count(known, monkeypatch):
+    """Another thread may change the number in the middle of a call."""
+    case, packed, _ = known
+    counts = iter([1, 2, 5, 7, 9, 11])
+    monkeypatch.setattr(api, "get_num_threads", lambda: next(counts))
+    packed.layer.known.clear()
+    case.run(packed)
+    for key, plan in packed.layer.known.items():
+        assert plan[Field.THREADS] == key[-1]
+
+
+def test_a_signal_handler_may_replace_the_scratch_memory(known, monkeypatch):
+    """While it is made larger: the handler's own call takes more, and the outer call must not publish what is gone."""
+    scratch, real = runtime.Scratch(), np.empty
+
+    def interrupted(*arguments):
+        monkeypatch.setattr(runtime.np, "empty", real)
+        scratch.take(5000)
+        return real(*arguments)
+
+    monkeypatch.setattr(runtime.np, "empty", interrupted)
+    for array, start in (scratch.take(1000), scratch.take(900)):
+        assert array.ctypes.data <= start <= array.ctypes.data + 64
+        assert array.nbytes >= 964
+
+
+def test_tracing_and_transforms_are_refused(known):
+    case, packed, _ = known
+    with pytest.raises(MoEError, match="cannot be traced"):
+        torch.jit.trace(lambda x: case.but(x=x).run(packed), (case.x,), check_trace=False)
+    with pytest.raises(MoEError, match="must be True or False, got \\[\\]"):
+        tvm_moe.fused_moe(case.x, packed, case.weights, case.ids, [])
+
+
+def test_kinds_of_strides_do_not_pile_up(known, monkeypatch):
+    case, packed, _ = known
+    monkeypatch.setattr(api, "KNOWN_CALLS", 5)
+    for stride in range(20):
+        weights = torch.rand(200).as_strided((1, 2), (stride, 1))
+        case.but(x=case.x[:1], ids=case.ids[:1], weights=weights).run(packed)
+    assert len(packed.layer.known) <= 5

@@ -137,7 +137,8 @@ def test_the_items_are_those_of_the_driver(kernel, set_num_threads, T, E, k):
     packed = case.pack(kernel)
     case.run(packed)
     p = packed.layer.plan(T, k, tvm_moe.get_num_threads(), 200, 200)
-    scratch = runtime._scratch.array[runtime._scratch.start - runtime._scratch.array.ctypes.data :]
+    array, start, _ = runtime._scratch.held
+    scratch = array[start - array.ctypes.data :]
     rows = work.blocks(case.ids, E, p[Field.ROW_BLOCK])
     most, at = p[Field.BLOCKS_MAX], p[Field.AT_BLOCKS]
     assert scratch[at : at + 12 * most].view(np.int32)[2 * most :][: len(rows)].tolist() == rows

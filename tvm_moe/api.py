@@ -9,9 +9,10 @@ import torch
 from . import runtime
 from .errors import MoEError
 from .experts import ExpertWeights, PackedExperts
-from .threads import fork_safe, get_num_threads
+from .threads import fork_safe, forked, get_num_threads
 
 Tensor = torch.Tensor
+KNOWN_CALLS = 4096  # kinds remembered by a layer
 BATCH = 8  # experts packed in one parallel region; 1 took 1.1 to 1.25 times as long, 16 no less
 IO_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -121,29 +122,31 @@ def known_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, 
     Between two layers of a model this code has left the caches, and then every line of Python costs: of the 700 us that a
     layer's one token takes, a checked call took 180 and this one 90 (21 and 11 when repeated at once).
     """
+    if forked():  # torch operations need `fork_safe` there
+        return None
     try:
         if not type(x) is type(weights) is type(ids) is Tensor or x.is_neg() or weights.is_neg():
             return None
-        plan = experts.layer.known.get(kind_of_call(x, weights, ids, on_input))
+        plan = experts.layer.known.get(kind_of_call(x, weights, ids, on_input, get_num_threads()))
         if plan is None or not (x.is_cpu and weights.is_cpu and ids.is_cpu):
             return None
-    except (AttributeError, RuntimeError, TypeError):  # not even strided tensors: the checks will say what is wrong
+        out = torch.empty_like(x)
+        if type(out) is not Tensor:  # under a mode that traces
+            return None
+        addresses = x.data_ptr(), out.data_ptr(), weights.data_ptr(), ids.data_ptr()
+    except (AttributeError, AssertionError, RuntimeError, TypeError):  # no plain tensors: the checks say what is wrong
         return None
-    out = torch.empty_like(x)
-    if type(out) is not Tensor:  # under a mode that traces
-        return None
-    addresses = x.data_ptr(), out.data_ptr(), weights.data_ptr(), ids.data_ptr()
     if not all(addresses):  # wrapped: no memory
         return None
     runtime.call(experts.layer.module, plan, *addresses)
     return out
 
 
-def kind_of_call(x: Tensor, weights: Tensor, ids: Tensor, on_input: bool) -> tuple[Any, ...]:
+def kind_of_call(x: Tensor, weights: Tensor, ids: Tensor, on_input: bool, threads: int) -> tuple[Any, ...]:
     """All that the checks and the plan depend on, but for the device."""
     return (
         x.dtype, x.shape, x.stride(), weights.dtype, weights.shape, weights.stride(), ids.dtype, ids.shape, ids.stride(),
-        on_input, get_num_threads(),
+        on_input, threads,
     )  # fmt: skip
 
 
@@ -167,9 +170,12 @@ def checked_call(
     if weights.is_neg():
         weights = weights.resolve_neg()
     weights, ids = weights.contiguous(), topk_ids.contiguous()
-    plan = experts.layer.run(x, target, weights, ids, on_input)
+    threads = get_num_threads()
+    plan = experts.layer.run(x, target, weights, ids, on_input, threads=threads)
     if x is hidden_states and weights is topk_weights and ids is topk_ids and x.is_contiguous():
-        experts.layer.known[kind_of_call(x, weights, ids, on_input)] = plan
+        if len(experts.layer.known) >= KNOWN_CALLS:
+            experts.layer.known.clear()
+        experts.layer.known[kind_of_call(x, weights, ids, on_input, threads)] = plan
     return result if direct else result.copy_(target)
 
 
@@ -184,6 +190,10 @@ def prepared(x: Tensor) -> Tensor:
 
 def check_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, on_input: bool) -> None:
     """What, got, expected. One pass of cheap comparisons: this runs at every call."""
+    if torch.jit.is_tracing():
+        raise MoEError("fused_moe cannot be traced: torch.jit.trace would record nothing of it; call it eagerly")
+    if not isinstance(on_input, bool):
+        raise MoEError(f"apply_router_weight_on_input must be True or False, got {on_input!r}")
     if not isinstance(experts, PackedExperts):
         raise MoEError(f"experts must be PackedExperts (from pack_experts), got {type(experts).__name__}")
     for name, tensor in (("hidden_states", x), ("topk_weights", weights), ("topk_ids", ids)):

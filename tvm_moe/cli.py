@@ -45,7 +45,7 @@ Json = Annotated[
     str | None, typer.Option("--json", metavar="[FILE]", help="Write the results there; - or nothing after it: stdout.")
 ]
 Isa = Annotated[str | None, typer.Option(help="CPU level to run, an error if this CPU lacks it. Default: the best.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Default: as many as torch uses.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="Default: as many as torch uses.")]
 
 
 class Dtype(StrEnum):
@@ -109,7 +109,7 @@ def tune(
     shape: Annotated[list[str] | None, typer.Option(metavar="H,I,E,k", help="Another layer, repeatable.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="The layers of this checkpoint, too.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(metavar="int8,bf16", help="Default: both.")] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Of each task; those of an earlier run count.")] = 32,
+    trials: Annotated[int, typer.Option(min=1, max=100_000, help="Of each task; those of an earlier run count.")] = 32,
     threads: Threads = None,
     isa: Isa = None,
     out: Annotated[Path | None, typer.Option(help="Default: tune_logs/<cpu>.")] = None,

@@ -64,6 +64,7 @@ class Packer:
         self.tensors: dict[str, Tensor] = {}
         self.vectors: dict[str, Tensor] = {}  # scales and biases as stored [E, N]; packed once, in `finish`
         self.waiting: list[tuple[int, str, Tensor]] = []  # expert, "13" or "2", matrix
+        self.room = torch.empty(0, device="cpu")
         self.count = 0
 
     def add(self, e: int, w: ExpertWeights) -> None:
@@ -82,11 +83,22 @@ class Packer:
             self.pack_waiting()
 
     def take(self, e: int, which: str, given: Tensor) -> None:
-        """Let a matrix wait, unless it had to be copied: memory of ours goes back before the next copy."""
-        matrix = readable(given)
+        """Let a matrix wait for others, unless it had to be copied."""
+        matrix = self.readable(given)
         self.waiting.append((e, which, matrix))
-        if matrix is not given:
+        if matrix is not given:  # the next copy will take its place
             self.pack_waiting()
+
+    def readable(self, w: Tensor) -> Tensor:
+        """``w`` itself if the module can read it, else a copy, in memory that is taken once and used for every expert."""
+        if w.requires_grad or w.is_neg():
+            w = w.detach().resolve_neg()
+        dtype = w.dtype if w.dtype in SOURCE_CODES else torch.float32  # f16: exact
+        if dtype == w.dtype and w.stride(1) == 1:
+            return w
+        if self.room.numel() < w.numel() or self.room.dtype != dtype:
+            self.room = torch.empty(w.numel(), dtype=dtype, device="cpu")
+        return self.room[: w.numel()].view(w.shape).copy_(w)  # twice as fast as strided reads in the module
 
     def begin(self, first: ExpertWeights) -> None:
         self.sizes = replace(self.sizes, bias13=first.w13_bias is not None, bias2=first.w2_bias is not None)
@@ -151,15 +163,6 @@ class Packer:
                     f"expert {int(bad[0])}, w{name[5:]}: weights or scales are not finite (NaN or Inf); check the checkpoint"
                 )
         return Layer(self.kernel, self.sizes, self.spec, self.tensors)
-
-
-def readable(w: Tensor) -> Tensor:
-    """``w`` itself if the module can read it, else a copy of this one expert."""
-    if w.requires_grad or w.is_neg():
-        w = w.detach().resolve_neg()
-    if w.dtype not in SOURCE_CODES:
-        return w.to(torch.float32, memory_format=torch.contiguous_format)  # f16: exact
-    return w if w.stride(1) == 1 else w.contiguous()  # twice as fast as strided reads in the module
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, zero: bool) -> Tensor:

@@ -115,14 +115,16 @@ class Scratch(threading.local):
     """Working memory of the calling thread: grows, is reused, and so costs steady-state calls nothing."""
 
     def __init__(self) -> None:
-        self.array, self.start, self.size = np.empty(0, np.uint8), 0, 0
+        self.held = np.empty(0, np.uint8), 0, 0  # array, its start, its size: replaced together
 
     def take(self, size: int) -> tuple[np.ndarray, int]:
         """At least ``size`` bytes, and their address, at a cache line; the caller holds the array while it uses them."""
-        if size > self.size:
-            self.array = np.empty(size + 64, np.uint8)
-            self.size, self.start = size, -(-self.array.ctypes.data // 64) * 64
-        return self.array, self.start
+        array, start, have = self.held
+        if size > have:  # a signal handler may run in between, and call us: nothing half made may be seen
+            array = np.empty(size + 64, np.uint8)
+            start = -(-array.ctypes.data // 64) * 64
+            self.held = array, start, size
+        return array, start
 
 
 _scratch = Scratch()
@@ -173,18 +175,27 @@ class Layer:
         return tuning.choose(self.kernel, self.sizes.hidden, self.sizes.intermediate)
 
     def run(
-        self, x: Any, out: Any, weights: Any, ids: Any, on_input: bool = False, module: Module | None = None
-    ) -> Plan:
+        self, x: Any, out: Any, weights: Any, ids: Any, on_input: bool = False, module: Module | None = None,
+        threads: int | None = None,
+    ) -> Plan:  # fmt: skip
         """``out[t] = sum_j weights[t, j] * expert_ids[t, j](x[t])``; returns the plan that served.
 
         x, out: [T, H], bf16 (or uint16 holding it) or f32, rows contiguous; weights: f32 [T, k]; ids: int32 or int64
         [T, k]; weights and ids contiguous. The caller has checked all that (`api`); nothing is checked here.
-        ``module`` serves instead of the one `load` finds.
+        ``module`` serves instead of the one that is looked up, ``threads`` instead of the number of this moment.
         """
         module = module or self.module
+        module.join_team()
         T, k = ids.shape
         p = self.plan(
-            T, k, module.threads(), row_stride(x), row_stride(out), x_code(x.dtype), ids_wide(ids.dtype), on_input
+            T,
+            k,
+            threads or module.threads(),
+            row_stride(x),
+            row_stride(out),
+            x_code(x.dtype),
+            ids_wide(ids.dtype),
+            on_input,
         )
         call(module, p, address(x), address(out), address(weights), address(ids))
         return p

@@ -135,6 +135,10 @@ def said() -> list[str]:
     return sorted(_said)
 
 
+def forked() -> bool:
+    return _forked
+
+
 def _after_fork() -> None:
     global _forked
     _forked = True

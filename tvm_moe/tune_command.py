@@ -39,7 +39,10 @@ def tune(
     cpu = cpu_name()
     folder = out or Path("tune_logs") / cpu
     work = folder / WORK
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MoEError(f"--out {folder}: cannot be made ({error.strerror}); give another folder") from None
     count = count or threads.get_num_threads()
     rows = [levels.choose(d, isa).kernel for d in dtypes]
     tasks = [task for kernel in rows for task in tuner.tasks(kernel, layers)]

@@ -149,7 +149,7 @@ def read(folder: Path) -> Logs:
         raise MoEError(f"{manifest}: format {data.get('format')!r}, expected {FORMAT}; tune again with tvm-moe tune")
     try:
         records = tuple(record(entry) for entry in data["records"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise MoEError(f"{manifest}: a record is damaged ({error!r}); tune again with tvm-moe tune") from error
     for r in records:
         if by_name(r.kernel) is None or r.stage not in STAGES:
@@ -177,7 +177,7 @@ def write(folder: Path, about: dict[str, Any], records: Iterable[Record]) -> Non
 def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise MoEError(f"{path} cannot be read as a tune log ({error}); delete it or tune again") from error
     if not isinstance(data, dict):
         raise MoEError(f"{path} holds a {type(data).__name__}, expected an object; delete it or tune again")

@@ -16,7 +16,6 @@ from .remote import Remote, SideFailedError
 from .routing import Workload
 from .worker import Job
 
-
 PROCESS_BYTES = 700 << 20  # torch, the inputs of all calls, scratch; seven sides without it were ended by the system
 
 

@@ -50,6 +50,6 @@ def shape(text: str) -> LayerShape:
         H, I, E, k = map(int, text.split(","))
     except ValueError:
         raise MoEError(f"--shape is {text!r}, expected four numbers H,I,E,k such as 2048,768,128,8") from None
-    if min(H, I, k) < 1 or k > E:
-        raise MoEError(f"--shape is {text!r}; expected positive numbers with k at most E")
+    if min(H, I, k) < 1 or k > E or max(H, I, E) >= 2**31:
+        raise MoEError(f"--shape is {text!r}; expected positive numbers below 2^31 with k at most E")
     return LayerShape(f"{H},{I},{E},{k}", H, I, E, k)

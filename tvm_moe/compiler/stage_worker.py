@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,12 @@ from ..runtime import Library
 from .stage import ROW_SETS, WEIGHT_BYTES, Task
 
 TOKENS = 64
+
+
+def end_with_parent() -> None:
+    """Linux: a tuner that is killed takes its worker with it, which would wait for work forever."""
+    if hasattr(libc := ctypes.CDLL(None), "prctl"):
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @lru_cache(maxsize=1)

@@ -43,7 +43,9 @@ class Clock:
         self.pool: ProcessPoolExecutor | None = None
 
     def seconds(self, paths: list[Path], task: Task, threads: int, passes: int) -> list[list[float]]:
-        self.pool = self.pool or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self.pool = self.pool or ProcessPoolExecutor(
+            1, mp_context=get_context("spawn"), initializer=stage_worker.end_with_parent
+        )
         job = self.pool.submit(stage_worker.seconds, [str(p) for p in paths], task, threads, passes)
         try:
             return job.result(timeout=TIMEOUT_SECONDS)

@@ -22,6 +22,7 @@ from tvm.s_tir import meta_schedule as ms
 
 from tvm_moe.schedules import style
 
+from ..errors import MoEError
 from ..kernels import TABLE, MicroKernel
 from ..tuning import STAGES, Decisions, Record
 from . import build, compute, intrin, stage
@@ -72,7 +73,7 @@ def tune(task: Task, arch: str, threads: int, trials: int, work: Path, clock: Cl
     """Search what is left of ``trials`` (records of an earlier run count), then duel with the default."""
     mod = workload(task)
     register_intrinsics()
-    database = ms.database.JSONDatabase(str(work / "database_workload.json"), str(work / "database_tuning_record.json"))
+    database = open_database(work)
     with tempfile.TemporaryDirectory(prefix="tvm_moe-tune-") as folder:
         meter = Meter(task, arch, threads, Path(folder), clock)
         if (left := trials - len(records(database, mod))) > 0:
@@ -98,6 +99,16 @@ def register_intrinsics() -> None:
     """A database reads the traces of all its records when it is opened; the intrinsics they name must exist by then."""
     for name in {kernel.intrinsic for kernel in TABLE if kernel.intrinsic}:
         intrin.family(name).tensor_intrin()
+
+
+def open_database(work: Path) -> Any:
+    names = "database_workload.json", "database_tuning_record.json"
+    try:
+        return ms.database.JSONDatabase(*(str(work / name) for name in names))
+    except (RuntimeError, ValueError) as error:
+        raise MoEError(
+            f"the database of earlier trials in {work} is damaged ({str(error).strip().splitlines()[-1]}); delete the folder"
+        ) from error
 
 
 def search(mod: tvm.IRModule, database: Any, meter: Meter, trials: int) -> None:
