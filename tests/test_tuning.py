@@ -214,6 +214,20 @@ def test_the_committed_logs_are_whole():
         assert tuning.read(manifest.parent).records
 
 
+def test_the_committed_databases_hold_what_the_manifests_say():
+    from tvm_moe.compiler import stage, tune
+
+    for manifest in tuning.LOGS.glob(f"*/{tuning.MANIFEST}"):
+        database = tune.open_database(manifest.parent)
+        for r in tuning.read(manifest.parent).records:
+            row = kernels.by_name(r.kernel)
+            task = stage.Task(row.isa, row.dtype, r.stage, r.K, r.rows)
+            kept = [
+                tune.without_defaults(task, d, row.arches[0]) for d, _ in tune.trials_of(database, tune.workload(task))
+            ]
+            assert kept == ([r.decisions] if r.decisions else [])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,6 +9,7 @@ import torch
 from . import runtime
 from .errors import MoEError
 from .experts import ExpertWeights, PackedExperts
+from .plan import Field
 from .threads import fork_safe, forked, get_num_threads
 
 Tensor = torch.Tensor
@@ -170,12 +171,11 @@ def checked_call(
     if weights.is_neg():
         weights = weights.resolve_neg()
     weights, ids = weights.contiguous(), topk_ids.contiguous()
-    threads = get_num_threads()
-    plan = experts.layer.run(x, target, weights, ids, on_input, threads=threads)
+    plan = experts.layer.run(x, target, weights, ids, on_input)
     if x is hidden_states and weights is topk_weights and ids is topk_ids and x.is_contiguous():
         if len(experts.layer.known) >= KNOWN_CALLS:
             experts.layer.known.clear()
-        experts.layer.known[kind_of_call(x, weights, ids, on_input, threads)] = plan
+        experts.layer.known[kind_of_call(x, weights, ids, on_input, plan[Field.THREADS])] = plan
     return result if direct else result.copy_(target)
 
 

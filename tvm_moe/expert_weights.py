@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from .errors import MoEError
+from .kernels import DTYPES
 from .plan import LayerSizes
 
 Tensor = torch.Tensor
 VECTORS = ("w13_scale", "w2_scale", "w13_bias", "w2_bias")
-DTYPES = ("bf16", "int8")
 INT8_MAX_K = 2**31 // (127 * 128)  # 133,000: beyond it an int32 sum of products could overflow
 
 
@@ -29,7 +29,7 @@ class ExpertWeights:
 
 def check_sizes(dtype: str, E: int, H: int, I: int) -> None:
     if dtype not in DTYPES:
-        raise MoEError(f"dtype={dtype!r} is not supported; expected one of {list(DTYPES)} or None")
+        raise MoEError(f"dtype={dtype!r} is not supported; expected one of {sorted(DTYPES)} or None")
     for name, value in (("num_experts", E), ("hidden_size", H), ("intermediate_size", I)):
         if value < 1:
             raise MoEError(f"{name} must be at least 1, got {value}")

@@ -46,7 +46,7 @@ def find_tuned(kernel: MicroKernel, variant: str) -> Path | None:
     for folder in folders() if variant else ():
         tuned, generic = ((folder / name).with_suffix(".json").exists() for name in names)
         if tuned:
-            return _find(kernel, lambda path, arch: None, f"-{variant}")
+            return _checked(folder / names[0], kernel)
         if generic and not os.environ.get(LOGS_ENVIRONMENT):
             return None
     return None
@@ -93,6 +93,10 @@ def _find(kernel: MicroKernel | None, build: Callable[[Path, str], object], kind
                 f"cannot build {path.name} into {path.parent}: {error.strerror}; set XDG_CACHE_HOME"
             ) from error
         prune(path.parent)
+    return _checked(path, kernel)
+
+
+def _checked(path: Path, kernel: MicroKernel | None) -> Path:
     check(path, kernel)
     if path.parent != PACKAGED:
         for place in (path.parent, path):

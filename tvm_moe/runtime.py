@@ -175,28 +175,18 @@ class Layer:
         return tuning.choose(self.kernel, self.sizes.hidden, self.sizes.intermediate)
 
     def run(
-        self, x: Any, out: Any, weights: Any, ids: Any, on_input: bool = False, module: Module | None = None,
-        threads: int | None = None,
-    ) -> Plan:  # fmt: skip
+        self, x: Any, out: Any, weights: Any, ids: Any, on_input: bool = False, module: Module | None = None
+    ) -> Plan:
         """``out[t] = sum_j weights[t, j] * expert_ids[t, j](x[t])``; returns the plan that served.
 
         x, out: [T, H], bf16 (or uint16 holding it) or f32, rows contiguous; weights: f32 [T, k]; ids: int32 or int64
         [T, k]; weights and ids contiguous. The caller has checked all that (`api`); nothing is checked here.
-        ``module`` serves instead of the one that is looked up, ``threads`` instead of the number of this moment.
+        ``module`` serves instead of the one that is looked up.
         """
         module = module or self.module
-        module.join_team()
         T, k = ids.shape
-        p = self.plan(
-            T,
-            k,
-            threads or module.threads(),
-            row_stride(x),
-            row_stride(out),
-            x_code(x.dtype),
-            ids_wide(ids.dtype),
-            on_input,
-        )
+        count, wide = module.threads(), ids_wide(ids.dtype)
+        p = self.plan(T, k, count, row_stride(x), row_stride(out), x_code(x.dtype), wide, on_input)
         call(module, p, address(x), address(out), address(weights), address(ids))
         return p
 

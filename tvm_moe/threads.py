@@ -42,7 +42,7 @@ def get_num_threads() -> int:
     if _forked:
         say("a forked child runs serially: OpenMP threads do not survive a fork (start workers with 'spawn')")
         return 1
-    if _team is None and team() is None:
+    if team() is None:
         say("no OpenMP runtime (libgomp) in this process: running serially; import torch first or install libgomp1")
         return 1
     return _explicit or max(1, min(requested(), allowed()))

@@ -59,7 +59,7 @@ def tune(
             done[key(made)] = made
             tuning.write(folder, about(cpu, count), sorted(done.values(), key=key))
             bar.advance(line)
-    tuner.prune(work, folder, [t for t, made in zip(tasks, fresh, strict=True) if made.decisions])
+    tuner.prune(work, folder, kernels.machine(), zip(tasks, fresh, strict=True))
     console.print(table(fresh))
     for kernel in rows:
         modules.make_folder(modules.cache_folder())
@@ -69,9 +69,10 @@ def tune(
 
 def wanted_layers(model: Sequence[str], shapes: Sequence[str], checkpoint: Path | None) -> list[tuple[int, int]]:
     """(H, I) of every layer asked for."""
+    from .bench.command import DEFAULT_MODEL, split
     from .bench.options import shape as parse_shape
 
-    names = [name for value in model for name in value.split(",")]
+    names = split(model) or (() if shapes or checkpoint else (DEFAULT_MODEL,))
     found = [models.find(name) for name in names] + [parse_shape(text) for text in shapes]
     layers = [(layer.H, layer.I) for layer in found]
     if checkpoint is not None:
@@ -80,11 +81,13 @@ def wanted_layers(model: Sequence[str], shapes: Sequence[str], checkpoint: Path 
         opened = checkpoints.open(checkpoint)
         readers = [opened.layer(i) for i in opened.layers]
         layers += sorted({(reader.hidden_size, reader.intermediate_size) for reader in readers})
-    return layers or [(models.find("qwen3-30b-a3b").H, models.find("qwen3-30b-a3b").I)]
+    return layers
 
 
 def wanted_dtypes(values: Sequence[str]) -> list[str]:
-    dtypes = [d for value in values for d in value.split(",")] or list(kernels.DTYPES)
+    from .bench.command import split
+
+    dtypes = list(split(values) or kernels.DTYPES)
     if unknown := [d for d in dtypes if d not in kernels.DTYPES]:
         raise MoEError(f"unknown dtype {unknown[0]!r}; expected {' or '.join(kernels.DTYPES)}")
     return dtypes

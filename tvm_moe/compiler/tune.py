@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from .trial import Builder, Clock, Meter, Runner, decisions_of
 DUEL_PASSES = 15
 WIN = 1.01  # a record must be this much faster than the default in turns with it, and faster in three turns of four
 FAILED_SECONDS = 1e9  # MetaSchedule stores failed trials with 1e10
+DATABASE = "database_workload.json", "database_tuning_record.json"  # MetaSchedule's own files
 LOGGER = logging.getLogger("tvm_moe.tune")  # MetaSchedule's own loggers write to the console whatever is asked
 Show = Callable[[str], None]
 
@@ -72,11 +74,10 @@ def spaces(task: Task, arch: str) -> Callable[[Schedule], list[Schedule]]:
 def tune(task: Task, arch: str, threads: int, trials: int, work: Path, clock: Clock, say: Show) -> Record:
     """Search what is left of ``trials`` (records of an earlier run count), then duel with the default."""
     mod = workload(task)
-    register_intrinsics()
     database = open_database(work)
     with tempfile.TemporaryDirectory(prefix="tvm_moe-tune-") as folder:
         meter = Meter(task, arch, threads, Path(folder), clock)
-        if (left := trials - len(records(database, mod))) > 0:
+        if (left := trials - len(trials_of(database, mod))) > 0:
             search(mod, database, meter, left)
         return duel(task, without_defaults(task, best(database, mod, say), arch), meter)
 
@@ -101,13 +102,14 @@ def register_intrinsics() -> None:
         intrin.family(name).tensor_intrin()
 
 
-def open_database(work: Path) -> Any:
-    names = "database_workload.json", "database_tuning_record.json"
+def open_database(folder: Path) -> Any:
+    register_intrinsics()
     try:
-        return ms.database.JSONDatabase(*(str(work / name) for name in names))
+        return ms.database.JSONDatabase(*(str(folder / name) for name in DATABASE))
     except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[-1]
         raise MoEError(
-            f"the database of earlier trials in {work} is damaged ({str(error).strip().splitlines()[-1]}); delete the folder"
+            f"the database of earlier trials in {folder} is damaged ({reason}); delete the folder"
         ) from error
 
 
@@ -131,19 +133,24 @@ def tune_context(mod: tvm.IRModule, meter: Meter) -> Any:
     ).clone()  # fmt: skip
 
 
-def records(database: Any, mod: tvm.IRModule) -> list[Any]:
-    return list(database.get_top_k(database.commit_workload(mod), 1 << 20)) if database.has_workload(mod) else []
+def trials_of(database: Any, mod: tvm.IRModule) -> list[tuple[Decisions, Any]]:
+    """What each recorded trial decided, and its record, fastest first."""
+    found = database.get_top_k(database.commit_workload(mod), 1 << 20) if database.has_workload(mod) else ()
+    made = []
+    for record in found:
+        s = Schedule(mod)
+        record.trace.apply_to_schedule(s, remove_postproc=False)
+        made.append((decisions_of(s.mod), record))
+    return made
 
 
 def best(database: Any, mod: tvm.IRModule, say: Show) -> Decisions:
     """Decisions with the least median of all their trials; the schedule's defaults where every trial failed."""
     times: dict[Decisions, list[float]] = {}
-    for found in records(database, mod):
-        seconds = [float(s) for s in found.run_secs]
+    for decisions, record in trials_of(database, mod):
+        seconds = [float(s) for s in record.run_secs]
         if seconds and max(seconds) < FAILED_SECONDS:
-            s = Schedule(mod)
-            found.trace.apply_to_schedule(s, remove_postproc=False)
-            times.setdefault(decisions_of(s.mod), []).extend(seconds)
+            times.setdefault(decisions, []).extend(seconds)
     if not times:
         say("every trial failed; the defaults stay")
         return ()
@@ -152,25 +159,25 @@ def best(database: Any, mod: tvm.IRModule, say: Show) -> Decisions:
 
 def duel(task: Task, found: Decisions, meter: Meter) -> Record:
     """Default against found, in turns; a record without decisions is one where the default won."""
-    times = meter.seconds([meter.build(()), meter.build(found)], DUEL_PASSES)
-    default, tuned = (statistics.median(passes) * 1e6 for passes in times)
-    quartile, ratio, _ = statistics.quantiles((a / b for a, b in zip(*times, strict=True)), n=4)
+    paths = [meter.build(decisions) for decisions in dict.fromkeys(((), found))]
+    times = meter.seconds(paths, DUEL_PASSES)
+    default, tuned = (statistics.median(passes) * 1e6 for passes in (times[0], times[-1]))
+    quartile, ratio, _ = statistics.quantiles((a / b for a, b in zip(times[0], times[-1], strict=True)), n=4)
     won = found if ratio >= WIN and quartile > 1 else ()
     return Record(task.kernel.name, task.stage, task.K, task.rows, won, default, tuned if won else default)
 
 
-def prune(work: Path, folder: Path, kept: Iterable[Task]) -> None:
-    """MetaSchedule's database with nothing but the best record of each task whose decisions won."""
-    names = ("database_workload.json", "database_tuning_record.json")
-    register_intrinsics()
-    full = ms.database.JSONDatabase(*(str(work / name) for name in names))
-    for name in names:
+def prune(work: Path, folder: Path, arch: str, won: Iterable[tuple[Task, Record]]) -> None:
+    """MetaSchedule's database with nothing but the fastest trial of the decisions that won, of each task that has some."""
+    full = open_database(work)
+    for name in DATABASE:
         (folder / name).unlink(missing_ok=True)
-    small = ms.database.JSONDatabase(*(str(folder / name) for name in names))
-    for task in kept:
-        for found in full.get_top_k(full.commit_workload(workload(task)), 1):
-            small.commit_tuning_record(
-                ms.database.TuningRecord(
-                    found.trace, small.commit_workload(workload(task)), found.run_secs, found.target, found.args_info
-                )
-            )
+    small = open_database(folder)
+    for task, kept in won:
+        mod = workload(task)
+        trials = (
+            r for d, r in trials_of(full, mod) if kept.decisions and without_defaults(task, d, arch) == kept.decisions
+        )
+        for found in islice(trials, 1):
+            entry = found.trace, small.commit_workload(mod), found.run_secs, found.target, found.args_info
+            small.commit_tuning_record(ms.database.TuningRecord(*entry))
