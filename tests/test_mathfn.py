@@ -11,6 +11,7 @@ import torch
 import tvm
 from tvm import te
 
+from tests.conftest import rows
 from tests.helpers import U, assert_within
 from tvm_moe import isa, reference
 from tvm_moe.activations import ACTIVATIONS, resolve
@@ -150,3 +151,18 @@ def test_conversion_to_bf16_is_that_of_torch(bf16_kernel):
     want = x.bfloat16().float()
     assert torch.equal(there_and_back.isnan(), want.isnan())
     assert torch.equal(there_and_back[~want.isnan()], want[~want.isnan()])
+
+
+@pytest.mark.parametrize("row", [row for row in rows("int8") if row.values[0].fused])
+@pytest.mark.parametrize("kind", ["bf16", "f32"])
+def test_division_by_a_known_divisor(row, kind):
+    """Bit for bit that of IEEE, wherever the packing uses it: quotients up to 127, divisors from 2^-100 to 2^100."""
+    n, random = 2**22, torch.Generator().manual_seed(7)
+    x = torch.randn(n, generator=random)
+    x = x.bfloat16().float() if kind == "bf16" else x
+    top = x.abs() * (1 + 8 * torch.rand(n, generator=random))
+    by = (top / 127) * torch.exp2(torch.randint(-90, 90, (n,), generator=random))
+    x = x * torch.exp2(torch.log2(by * 127 / top).round())
+    by = torch.where((by >= 2.0**-100) & (by <= 2.0**100), by, torch.ones(()))
+    got = compiled(row, mathfn.divided, inputs=3)(x, by, 1 / by)
+    assert torch.equal(got, x / by)

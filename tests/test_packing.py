@@ -18,7 +18,7 @@ from tvm_moe import MoEError, PackedExperts, kernels, packing, reference
 from tvm_moe.expert_weights import INT8_MAX_K
 from tvm_moe.experts import ExpertWeights
 
-ODD = [(1, 1), (7, 5), (33, 31), (66, 35), (130, 97), (515, 64)]  # (H, I)
+ODD = [(1, 1), (7, 5), (33, 31), (66, 35), (130, 97), (515, 97), (35, 300)]  # (H, I)
 KINDS = [
     pytest.param(row.values[0], kind, id=f"{row.id}-{kind}", marks=row.marks)
     for row in rows(*kernels.DTYPES)

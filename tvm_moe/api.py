@@ -14,7 +14,6 @@ from .threads import fork_safe, forked, get_num_threads
 
 Tensor = torch.Tensor
 KNOWN_CALLS = 4096  # kinds remembered by a layer
-BATCH = 8  # experts packed in one parallel region; 1 took 1.1 to 1.25 times as long, 16 no less
 IO_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
@@ -63,7 +62,7 @@ def pack_experts(
 
     return PackedExperts.from_experts(
         map(expert, range(E)), E, H, I, dtype=dtype, activation=activation, alpha=alpha, limit=limit,
-        interleaved=interleaved, isa=isa, batch=BATCH,
+        interleaved=interleaved, isa=isa, batch=E,
     )  # fmt: skip
 
 

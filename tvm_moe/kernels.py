@@ -64,6 +64,11 @@ class MicroKernel:
         return ITEMSIZE[self.dtype]
 
     @property
+    def fused(self) -> bool:
+        """Whether its CPUs multiply and add with one rounding: all beyond the baselines do."""
+        return bool(self.features)
+
+    @property
     def arches(self) -> tuple[str, ...]:
         return tuple(arch for arch, _ in self.target)
 

@@ -46,6 +46,23 @@ def round_bits(x: tirx.PrimExpr) -> tirx.PrimExpr:
     return tirx.reinterpret("int32", x + f32(MAGIC)) - tirx.const(MAGIC_BITS, "int32")
 
 
+def divided(x: tirx.PrimExpr, by: tirx.PrimExpr, reciprocal: tirx.PrimExpr) -> tirx.PrimExpr:
+    """``x / by`` with the rounding of a division, from ``1 / by`` rounded, in a third of its time.
+
+    Brisebarre, Muller, Raina 2004, "Accelerating correctly rounded floating-point division when the divisor is known in
+    advance": exact where nothing over- or underflows. Needs fused multiply-add.
+    """
+
+    def refined(q: tirx.Var) -> tirx.PrimExpr:
+        return fma(fma(-q, by, x), reciprocal, q)
+
+    return let(x * reciprocal, refined)
+
+
+def fma(a: tirx.PrimExpr, b: tirx.PrimExpr, c: tirx.PrimExpr) -> tirx.PrimExpr:
+    return tirx.call_llvm_pure_intrin("float32", "llvm.fma", a, b, c)
+
+
 def exp(x: tirx.PrimExpr) -> tirx.PrimExpr:
     """e^x with relative error < 2e-7 in [-87.3, 88.37] (Cephes expf); above it +inf, below it the smallest normal number.
 

@@ -17,7 +17,7 @@ from ..activations import ACTIVATIONS
 from ..kernels import MicroKernel
 from ..tuning import STAGES, Choice, Decisions
 from . import compute, intrin
-from .driver import gemm, pack, rows, tiles, worker
+from .driver import gemm, pack, pack_direct, pack_panel, rows, tiles, worker
 from .driver.names import N
 from .intrin.prefetch import prefetch
 from .pipeline import subroutine
@@ -129,7 +129,8 @@ def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tv
         N.worker: worker.worker(),
         N.tiles["int32"]: tiles.tiles("int32"),
         N.tiles["int64"]: tiles.tiles("int64"),
-        **family(N.pack_panel, {c: pack.pack_panel(kernel, s) for c, s in pack.sources(kernel).items()}),
+        **family(N.pack_panel, {c: pack_panel.pack_panel(kernel, s) for c, s in pack.sources(kernel).items()}),
+        N.pack_direct: pack_direct.pack_direct(kernel),
         N.pack_part: pack.pack_part(kernel),
         GlobalVar("moe"): worker.entry(),
         GlobalVar("pack"): pack.entry(kernel),

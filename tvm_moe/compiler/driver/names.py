@@ -30,5 +30,6 @@ class N:
     combine_item = GlobalVar("combine_item")
     worker = GlobalVar("worker")
     pack_panel = GlobalVar("pack_panel")
+    pack_direct = GlobalVar("pack_direct")
     pack_part = GlobalVar("pack_part")
     tiles = {"int32": GlobalVar("tiles_int32"), "int64": GlobalVar("tiles_int64")}  # noqa: RUF012
