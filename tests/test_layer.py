@@ -9,7 +9,7 @@ import tvm_moe
 from tests.conftest import rows
 from tests.helpers import ACTIVATION_OPTIONS, assert_matches_reference, make_case
 from tests.pairwise import pairwise
-from tvm_moe import plan
+from tvm_moe import kernels, plan
 from tvm_moe.expert_weights import INT8_MAX_K
 from tvm_moe.kernels import DTYPES
 from tvm_moe.plan import Field
@@ -157,6 +157,36 @@ def test_more_rows_and_results_than_fit_the_rings(kernel):
     if kernel.dtype == "int8":  # BF16 rounds its intermediate at once
         assert cut[Field.RING_H] < 1500 * 8 // cut[Field.ROW_BLOCK]
     assert_matches_reference(case.run(packed), case)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_parts_give_the_same_bits(kernel, x_dtype, ids_dtype, monkeypatch):
+    """Rows further apart than H, k = 3, parts of 37 and 38 tokens: each finds its own rows in every array."""
+    case = make_case(T=150, E=4, H=66, I=40, k=3, x_dtype=x_dtype, dtype=kernel.dtype)
+    case = case.but(ids=case.ids.to(ids_dtype), x=strided(case.x, "sliced"))
+    whole = case.run(case.pack(kernel))
+    threads = tvm_moe.get_num_threads()
+    monkeypatch.setattr(plan, "PART_ROWS", 25)
+    monkeypatch.setattr(plan, "PART_BYTES", 1)
+    packed = case.pack(kernel)
+    assert [end - begin for begin, end in plan.parts(kernel, packed.layer.sizes, 150, 3, threads)] == [37, 38, 37, 38]
+    first, again, out = case.run(packed), case.run(packed), torch.full((150, 132), 7.0).to(x_dtype)
+    assert torch.equal(first, whole)
+    assert torch.equal(again, whole)
+    assert torch.equal(case.run(packed, out[:, ::2]), whole)
+    assert out[:, 1::2].eq(7).all()
+
+
+def test_parts_are_no_smaller_than_pays():
+    kernel, sizes = kernels.find("avx512_vnni", "int8"), plan.LayerSizes(128, 2048, 768, True)
+    assert len(plan.parts(kernel, sizes, 1024, 8, 1)) == 1  # 64 rows an expert
+    assert len(plan.parts(kernel, sizes, 4096, 8, 2)) == 2  # 25 MB, and 128 rows an expert
+    assert len(plan.parts(kernel, sizes, 4096, 8, 16)) == 1
+    assert plan.parts(kernel, sizes, 0, 8, 2) == [(0, 0)]
+    scratch = [plan.make(kernel, sizes, max(b - a for a, b in plan.parts(kernel, sizes, T, 8, 2)), 8, 2, 2048, 2048)
+               for T in (4096, 262_144)]  # fmt: skip
+    assert scratch[1].scratch_bytes < 1.5 * scratch[0].scratch_bytes
 
 
 def test_int8_sums_over_the_largest_k(int8_kernel):

@@ -120,7 +120,7 @@ def kernel_line(chosen: dict[str, Any]) -> str:
 
 
 def expert_lines(experts: Any) -> list[str]:
-    """The row that packed these experts, and how a call of 1, 64 and 1024 tokens is cut."""
+    """The row that packed these experts, and how calls of some token counts are cut."""
     layer = experts.layer
     lines = [repr(experts), f"  packed for and served by {kernel_line(describe(layer.kernel))}"]
     lines += tuning_lines(layer)
@@ -128,10 +128,13 @@ def expert_lines(experts: Any) -> list[str]:
     if best is not layer.kernel:
         lines.append(f"  isa=None would take {best.isa} here now")
     count = threads.get_num_threads()
-    for tokens in (1, 64, 1024):
-        cut = plan.split(layer.kernel, layer.sizes, tokens, min(8, layer.sizes.experts), count)
+    top_k = min(8, layer.sizes.experts)
+    for tokens in (1, 64, 1024, 4096):
+        parts = plan.parts(layer.kernel, layer.sizes, tokens, top_k, count)
+        cut = plan.split(layer.kernel, layer.sizes, parts[-1][1] - parts[-1][0], top_k, count)
         lines.append(
-            f"  {tokens:>4} tokens, with 8 experts each: blocks of up to {cut[plan.Field.ROW_BLOCK]} rows, work items of "
-            f"{cut[plan.Field.GROUP13]} gate/up and {cut[plan.Field.GROUP2]} down panels"
+            f"  {tokens:>4} tokens, with {top_k} experts each, in {len(parts)} part{'s' * (len(parts) > 1)}: blocks of up to "
+            f"{cut[plan.Field.ROW_BLOCK]} rows, work items of {cut[plan.Field.GROUP13]} gate/up and "
+            f"{cut[plan.Field.GROUP2]} down panels"
         )
     return lines

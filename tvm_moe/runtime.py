@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
+from dataclasses import replace
 from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +154,16 @@ class Layer:
             if len(self._plans) >= PLANS:
                 self._plans.clear()
                 self.known.clear()
-            found = self._plans[call] = plan.make(self.kernel, self.sizes, *call[:5])
-            self.complete(found, x_code, ids_wide, on_input)
+            made = [self.part(end - begin, *call[1:]) for begin, end in plan.parts(self.kernel, self.sizes, *call[:3])]
+            found = self._plans[call] = made[0] if len(made) == 1 else parted(made, x_code, ids_wide)
         return found
 
-    def complete(self, p: Plan, x_code: int, ids_wide: bool, on_input: bool) -> None:
+    def part(self, tokens: int, top_k: int, threads: int, x_stride: int, out_stride: int, *kind: int) -> Plan:
+        made = plan.make(self.kernel, self.sizes, tokens, top_k, threads, x_stride, out_stride)
+        self.complete(made, *kind)
+        return made
+
+    def complete(self, p: Plan, x_code: int, ids_wide: int, on_input: int) -> None:
         """Enter this layer and the kind of call."""
         F, own = plan.Field, p.values.buffer_info()[0]
         spec = self.activation
@@ -193,9 +200,25 @@ class Layer:
 
 def call(module: Module, p: Plan, x: int, out: int, weights: int, ids: int) -> None:
     """One call with everything at its address; the caller keeps the arrays alive."""
+    if p.parts:
+        for part, (x_from, out_from, weights_from, ids_from) in p.parts:
+            call(module, part, x + x_from, out + out_from, weights + weights_from, ids + ids_from)
+        return
     held, scratch = _scratch.take(p.scratch_bytes)  # a signal handler that calls us may replace the thread's array
     module.moe(p.pointer, x, out, weights, ids, scratch)
     del held
+
+
+def parted(made: list[Plan], x_code: int, ids_wide: bool) -> Plan:
+    """Plans of consecutive tokens as one; its values are those of the first."""
+    F, first = plan.Field, made[0]
+    size, top_k = (2, 4)[x_code], first[F.TOP_K]
+    x, out = first[F.X_STRIDE] * size, first[F.OUT_STRIDE] * size
+    weights, ids = top_k * 4, top_k * (8 if ids_wide else 4)
+    begins = accumulate((p[F.TOKENS] for p in made[:-1]), initial=0)
+    return replace(
+        first, parts=tuple((p, (t * x, t * out, t * weights, t * ids)) for p, t in zip(made, begins, strict=True))
+    )
 
 
 @cache

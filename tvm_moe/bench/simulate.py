@@ -101,15 +101,20 @@ def sizes_of(shape: LayerShape) -> LayerSizes:
 
 def row(kernel: MicroKernel, shape: LayerShape, workload: Workload, threads: int, costs: Costs) -> dict[str, Any]:
     """One cell of the result; ``lost``: shares of all threads' time."""
-    p = plan.make(kernel, sizes_of(shape), workload.tokens, shape.k, threads, shape.H, shape.H)
-    rows = work.blocks(workload.draw(shape, 1)[1], shape.E, p[plan.Field.ROW_BLOCK])
-    todo = work.of(kernel, p, rows, costs)
-    done = Simulation(todo, threads)
+    ids, F = workload.draw(shape, 1)[1], plan.Field
+    done, blocks = [], 0
+    for begin, end in plan.parts(kernel, sizes_of(shape), workload.tokens, shape.k, threads):
+        p = plan.make(kernel, sizes_of(shape), end - begin, shape.k, threads, shape.H, shape.H)
+        rows = work.blocks(ids[begin:end], shape.E, p[F.ROW_BLOCK])
+        done.append(Simulation(work.of(kernel, p, rows, costs), threads))
+        blocks += len(rows)
+    ideal, makespan = sum(s.work.seconds for s in done) / threads, sum(s.makespan for s in done)
+    names = {name for s in done for name in s.lost}
     return {
         "model": shape.name, "tokens": workload.tokens, "routing": workload.routing, "dtype": kernel.dtype,
-        "threads": threads, "blocks": len(rows), "items": len(todo.items),
-        "ideal_ms": todo.seconds / threads * 1e3, "makespan_ms": done.makespan * 1e3, "ratio": done.ratio,
-        "lost": {name: seconds / (threads * done.makespan) for name, seconds in done.lost.items()},
+        "threads": threads, "blocks": blocks, "items": sum(len(s.work.items) for s in done),
+        "ideal_ms": ideal * 1e3, "makespan_ms": makespan * 1e3, "ratio": makespan / ideal,
+        "lost": {n: sum(s.lost.get(n, 0.0) for s in done) / (threads * makespan) for n in sorted(names)},
     }  # fmt: skip
 
 

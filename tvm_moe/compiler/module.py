@@ -44,21 +44,25 @@ def tile_function(kernel: MicroKernel, arch: str, rows: int, chosen: Decisions =
 
 
 def with_prefetch(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Two more parameters, where to prefetch from and bytes per K group: the annotated K loop asks for its lines there."""
-    ahead, step = tirx.Var("ahead", PointerType(PrimType("void"))), tirx.Var("step", "int64")
+    """Four more parameters: where to prefetch weights and rows from, and bytes per K group of each.
+
+    The annotated K loop asks for its lines of the weights there, and for one line of the rows.
+    """
+    ahead, rows_ahead = (tirx.Var(name, PointerType(PrimType("void"))) for name in ("ahead", "rows_ahead"))
+    step, rows_step = (tirx.Var(name, "int64") for name in ("step", "rows_step"))
 
     def insert(loop: tirx.For) -> tirx.For:
         lines = int(loop.annotations.get(f"{DECISION}prefetch", 0))
-        where = [loop.loop_var * step + 64 * line for line in range(lines)]
-        calls = [tirx.Evaluate(prefetch(tirx.handle_add_byte_offset(ahead, at))) for at in where]
-        return (
-            tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, tirx.SeqStmt([*calls, loop.body]))
-            if lines
-            else loop
-        )
+        if not lines:
+            return loop
+        k = loop.loop_var
+        where = [tirx.handle_add_byte_offset(ahead, k * step + 64 * line) for line in range(lines)]
+        where.append(tirx.handle_add_byte_offset(rows_ahead, k * rows_step))
+        calls = [tirx.Evaluate(prefetch(at)) for at in where]
+        return tirx.For(k, loop.min, loop.extent, loop.kind, tirx.SeqStmt([*calls, loop.body]))
 
     body = tvm_ffi.structural_map(func.body, (tirx.For, insert))
-    return tirx.PrimFunc([*func.params, ahead, step], body, attrs=func.attrs)
+    return tirx.PrimFunc([*func.params, ahead, step, rows_ahead, rows_step], body, attrs=func.attrs)
 
 
 def switch(cases: dict[int, GlobalVar], like: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -97,7 +97,7 @@ def entry(task: Task) -> tirx.PrimFunc:
                     T.handle_add_byte_offset(rows, p % T.int64(ROW_SETS) * T.int64(n * 4)),
                     T.handle_add_byte_offset(w, p * T.int64(size)), start,
                     T.handle_add_byte_offset(acc, th * T.int64(acc_bytes)),
-                    T.int64(groups), T.int64(chunk), T.int64(size),
+                    T.int64(groups), T.int64(chunk), T.int64(size), T.int64(0), T.int64(0),
                 )  # fmt: skip
 
     return stage

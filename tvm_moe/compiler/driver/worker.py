@@ -75,7 +75,8 @@ def worker() -> tirx.PrimFunc:
                             T.evaluate(
                                 T.call_extern("int32", "moe_wait", T.address_of(Y[combined + j - P[F.RING_Y]]), parts)
                             )
-                        down_item(th, j, b, next_at[0], plan, scratch, blocks)
+                        next_first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + T.min(next_b, n_blocks - T.int64(1))])
+                        down_item(th, j, b, next_at[0], next_first, plan, scratch, blocks)
                         T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[group_count + j]), T.int64(1)))
                 elif j >= lag:
                     T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[group_count + j - lag]), n_blocks))
