@@ -23,9 +23,8 @@ COMBINE_TOKENS = (
     64  # of a combine item, at least: threads share a group's combine, which would else be the last thing done
 )
 COMBINE_PARTS = 8  # items of a group at most
-# A call of many tokens goes in parts whose intermediate stays in L3 (8 MB a thread), because the down stage reads it again
-# for every panel; but with no fewer rows an expert than these, because each part reads the weights once more. 2 % faster at
-# 4096 tokens, and it bounds the scratch memory.
+# A call of many tokens goes in parts whose intermediate stays in L3 (8 MB a thread), but with no fewer rows an expert than
+# these, because each part reads the weights once more. It bounds the scratch memory; at 4096 tokens it is as fast as one part.
 PART_BYTES = 8 << 20
 PART_ROWS = 128
 PREPARE_ROWS = 8  # rows per quantization item
