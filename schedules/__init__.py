@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from .outer_product import OuterProduct
+from .pair_product import PairProduct
 from .skeleton import TileSchedule
 
-STYLES: dict[str, type[TileSchedule]] = {c.__name__: c for c in (OuterProduct,)}
+STYLES: dict[str, type[TileSchedule]] = {c.__name__: c for c in (OuterProduct, PairProduct)}
 
 
 def style(name: str) -> type[TileSchedule]:

@@ -1,6 +1,6 @@
 """Outer product with broadcast activations: every row's K group meets all NR columns of the panel (x86, Arm dot product).
 
-Registers: rows * NR/16 accumulators, NR/16 weight vectors, one broadcast.
+Registers: rows * NR/lanes accumulators, NR/lanes weight vectors, one broadcast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from .skeleton import Decision, TileSchedule
 
 class OuterProduct(TileSchedule):
     PREFETCH_ROWS = 4
-    LANES = 16
 
     def decisions(self) -> tuple[Decision, ...]:
         # Two lines per K group: two tiles then ask for the whole next chunk (NR * group = 256 bytes a group) in about the
@@ -29,7 +28,7 @@ class OuterProduct(TileSchedule):
 
     def tile_loops(self, s: Schedule, acc: Any, decided: dict[str, Any]) -> tuple[Any, Any]:
         r, n, k = s.get_loops(acc)
-        vector, lane = s.split(n, [None, self.LANES])
+        vector, lane = s.split(n, [None, self.lanes])
         k_outer, k_inner = s.split(k, [None, self.kernel.group])
         inside = (vector, r) if decided["vectors_outside"] else (r, vector)
         s.reorder(k_outer, *inside, lane, k_inner)

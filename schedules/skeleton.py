@@ -10,6 +10,7 @@ from typing import Any
 
 from tvm.s_tir import Schedule
 
+from tvm_moe.compiler import intrin
 from tvm_moe.errors import MoEError
 from tvm_moe.kernels import MicroKernel
 
@@ -45,6 +46,11 @@ class TileSchedule(ABC):
                     f"decision {name}={value} of {type(self).__name__} is not one of {known}; the tune log is of another "
                     f"version: tune again"
                 )
+
+    @property
+    def lanes(self) -> int:
+        """Columns of one instruction; without one, what LLVM cuts into registers."""
+        return intrin.family(self.kernel.intrinsic).LANES if self.kernel.intrinsic else 16
 
     @abstractmethod
     def decisions(self) -> tuple[Decision, ...]:
@@ -85,11 +91,10 @@ class TileSchedule(ABC):
     def instruction(self, s: Schedule, lane: Any) -> None:
         """Put the matrix instruction in place of the innermost loops."""
 
-    @staticmethod
-    def vectorize_rows(s: Schedule, block: Any, lanes: int = 16) -> None:
+    def vectorize_rows(self, s: Schedule, block: Any) -> None:
         """Rows and vectors unrolled: all accumulators have names, so LLVM keeps them in registers."""
         *_, row, column = s.get_loops(block)
-        outer, vector = s.split(column, [None, lanes])
+        outer, vector = s.split(column, [None, self.lanes])
         s.vectorize(vector)
         s.unroll(outer)
         s.unroll(row)

@@ -43,12 +43,20 @@ def test_every_architecture_has_every_dtype_for_every_cpu_and_the_table_climbs()
 
 
 def test_rows_that_cannot_be():
-    with pytest.raises(MoEError, match=r"rows must be 1..MR, got \(1, 2, 4\)"):
+    with pytest.raises(MoEError, match=r"rows must be 1..MR by row_group, got \(1, 2, 4\)"):
         replace(TABLE[0], rows=(1, 2, 4))
     with pytest.raises(MoEError, match="NR must be a multiple of 32"):
         replace(TABLE[0], NR=48)
     with pytest.raises(MoEError, match=r"existing: generic-int8"):
         kernels.find("amx", "int8")
+
+
+HANDLE = ctypes.c_void_p
+
+
+def room(kernel, rows, K):
+    """What `check_panel` needs of its caller."""
+    return np.empty((rows + kernel.row_group) * (K * kernel.itemsize + kernel.NR * 4), np.uint8)
 
 
 def packed_panel(kernel, w):
@@ -62,8 +70,15 @@ def accumulate(kernel, x, w, start, chunk, rows=None):
     rows, panel = np.ascontiguousarray(rows, np.int32), packed_panel(kernel, w)
     acc = np.full((len(rows) + 1, kernel.NR), 77, kernel.accumulator)
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in (np.ascontiguousarray(x), rows, panel, start, acc)]
+    temp = room(kernel, len(rows), x.shape[1])
     runtime.load(kernel).check_panel(
-        len(rows), pointers[0], x.shape[1], *pointers[1:], x.shape[1] // kernel.group, chunk
+        len(rows),
+        pointers[0],
+        x.shape[1],
+        *pointers[1:],
+        x.shape[1] // kernel.group,
+        chunk,
+        temp.ctypes.data_as(HANDLE),
     )
     assert (acc[-1] == 77).all(), "wrote past the last row"
     return acc[:-1]
@@ -181,7 +196,10 @@ def test_operands_need_no_alignment_beyond_their_own(kernel, offset):
     rows, acc = shifted(np.arange(kernel.MR, dtype=np.int32)), shifted(np.empty_like(want))
     arrays = [shifted(x), rows, shifted(packed_panel(kernel, w)), shifted(start), acc]
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
-    runtime.load(kernel).check_panel(kernel.MR, pointers[0], K, *pointers[1:], K // kernel.group, 3)
+    temp = room(kernel, kernel.MR, K)
+    runtime.load(kernel).check_panel(
+        kernel.MR, pointers[0], K, *pointers[1:], K // kernel.group, 3, temp.ctypes.data_as(HANDLE)
+    )
     assert np.array_equal(acc, want)
 
 

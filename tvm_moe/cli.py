@@ -90,7 +90,10 @@ def show_config(json_file: Json = None) -> None:
 def build(
     out: Annotated[Path, typer.Option(help="Folder for the modules; TVM_MOE_MODULES=FOLDER serves them.")],
     isa: Annotated[list[str] | None, typer.Option(help="Level to build, repeatable. Default: all of them.")] = None,
-    arch: Annotated[str | None, typer.Option(help="x86_64 or aarch64. Default: this machine's.")] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option("--arch", "--mtriple", help="x86_64, aarch64, or a triple of it. Default: this machine's."),
+    ] = None,
     tuned: Annotated[bool, typer.Option("--tuned", help="Also those with the decisions of all tune logs.")] = False,
     json_file: Json = None,
 ) -> None:
@@ -98,6 +101,7 @@ def build(
     from . import modules, tuning
 
     logs = tuning.all_logs() if tuned else []
+    arch = arch and arch.partition("-")[0]  # aarch64-linux-gnu: the only systems are Linux with glibc
     made = [str(path) for path in modules.build_all(out, isa, arch, lambda path: typer.echo(path, err=True), logs)]
     if json_file is not None:
         write_json(made, json_file)

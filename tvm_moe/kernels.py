@@ -38,11 +38,14 @@ class MicroKernel:
     intrinsic: str | None  # file in compiler/intrin; None: LLVM vector code
     style: str  # class in schedules/
     features: frozenset[str]  # CPU features the object code needs beyond the baseline
-    target: tuple[tuple[str, str], ...]  # architecture -> mcpu ("" is the baseline)
+    target: tuple[tuple[str, str], ...]  # architecture -> mcpu, or "+feature,..." as LLVM names them ("": the baseline)
+    # Activation rows one instruction reads. Where it is more than one, the rows of a tile lie interleaved, [K groups, rows,
+    # group], filled up to a multiple of it with a repeated row.
+    row_group: int = 1
 
     def __post_init__(self) -> None:
-        if self.rows != tuple(range(1, len(self.rows) + 1)):
-            raise MoEError(f"{self.isa}/{self.dtype}: rows must be 1..MR, got {self.rows}")
+        if self.rows != tuple(range(self.row_group, self.MR + 1, self.row_group)):
+            raise MoEError(f"{self.isa}/{self.dtype}: rows must be 1..MR by row_group, got {self.rows}")
         if self.NR % 32 or self.group * ITEMSIZE[self.dtype] not in (4, 8):
             raise MoEError(f"{self.name}: NR must be a multiple of 32 and a K group 4 or 8 bytes")
 
@@ -81,6 +84,11 @@ def _vnni(dtype: str, **row: object) -> MicroKernel:
     return MicroKernel("avx512_vnni", dtype, rows=tuple(range(1, 7)), NR=64, style="OuterProduct", **row)  # type: ignore[arg-type]
 
 
+def _arm(isa: str, dtype: str, features: set[str], **row: object) -> MicroKernel:
+    target = (("aarch64", ",".join(f"+{f}" for f in sorted(features))),)
+    return MicroKernel(isa, dtype, features=frozenset(features), target=target, **row)  # type: ignore[arg-type]
+
+
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx2", "fma", "f16c", "bmi", "bmi2"})
 _ANY = (("x86_64", ""), ("aarch64", ""))
 
@@ -96,6 +104,19 @@ TABLE: tuple[MicroKernel, ...] = (
     _vnni(
         "bf16", activation="uint16", weight="uint16", accumulator="float32", group=2, offset=0, intrinsic="avx512bf16",
         features=_AVX512 | {"avx512_vnni", "avx512_bf16"}, target=(("x86_64", "cooperlake"),),
+    ),
+    # 2x32 is 16 of 32 registers; with 24 accumulators LLVM moves and spills them.
+    _arm(
+        "dotprod", "int8", {"dotprod"}, activation="int8", weight="int8", accumulator="int32", rows=(1, 2), NR=32,
+        group=4, offset=0, intrinsic="sdot", style="OuterProduct",
+    ),
+    _arm(
+        "i8mm_bf16", "int8", {"dotprod", "i8mm", "bf16"}, activation="int8", weight="int8", accumulator="int32",
+        rows=(2, 4, 6, 8), NR=32, group=8, offset=0, intrinsic="smmla", style="PairProduct", row_group=2,
+    ),
+    _arm(
+        "i8mm_bf16", "bf16", {"dotprod", "i8mm", "bf16"}, activation="uint16", weight="uint16", accumulator="float32",
+        rows=(2, 4, 6, 8), NR=32, group=4, offset=0, intrinsic="bfmmla", style="PairProduct", row_group=2,
     ),
 )  # fmt: skip
 

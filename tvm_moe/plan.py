@@ -55,7 +55,7 @@ class Field(IntEnum):
     ITEMS2 = auto()
     CHUNK13 = auto()  # K groups of a pass over the rows
     CHUNK2 = auto()
-    RING_H = auto()  # blocks whose f32 intermediate may exist at once (BF16 has none: all)
+    RING_H = auto()  # blocks whose intermediate may be incomplete at once (BF16 rows that need no rearranging: all)
     RING_Y = auto()  # panel groups whose down results may exist at once
     COMBINE_PARTS = auto()  # items that combine a panel group
     START_STRIDE = auto()  # accumulators between the start values of two panels (0: all panels share one)
@@ -73,6 +73,7 @@ class Field(IntEnum):
     AT_BLOCKS = auto()
     AT_SYNC = auto()
     AT_ACC = auto()
+    AT_ROWS_IN = auto()  # a block's interleaved rows, of each thread
     AT_HF = auto()
     AT_H = auto()
     AT_H_SCALE = auto()
@@ -189,7 +190,7 @@ def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threa
         F.ITEMS2: items2,
         F.CHUNK13: even_chunk(k13, chunk),
         F.CHUNK2: even_chunk(k2, chunk),
-        F.RING_H: max(4, 4 * threads) if kernel.dtype == "int8" else blocks_max,
+        F.RING_H: max(4, 4 * threads) if kernel.dtype == "int8" or kernel.row_group > 1 else blocks_max,
         F.RING_Y: min(items2, max(2, ring_bytes // y_bytes, -(-2 * threads // likely_blocks) + 1)),
         F.COMBINE_PARTS: max(1, min(COMBINE_PARTS, tokens // COMBINE_TOKENS)),
         F.BLOCKS_MAX: blocks_max,
@@ -209,6 +210,7 @@ def make(
     _, panels13, k13, NR, group = sizes.shape13(kernel)
     _, panels2, k2, _, _ = sizes.shape2(kernel)
     half = sizes.half(kernel)
+    paired = kernel.row_group > 1
     v = split(kernel, sizes, tokens, top_k, threads)
     v |= {
         F.TOKENS: tokens, F.TOP_K: top_k, F.EXPERTS: sizes.experts, F.HIDDEN: sizes.hidden, F.THREADS: threads,
@@ -218,7 +220,7 @@ def make(
         F.BIAS13_STRIDE: NR * sizes.bias13, F.BIAS2_STRIDE: NR * sizes.bias2,
     }  # fmt: skip
     blocks, h_ld = v[F.BLOCKS_MAX], v[F.H_LD]
-    h_f32 = kernel.dtype == "int8"
+    h_size = 4 if kernel.dtype == "int8" else 2 if paired else 0  # of the intermediate until its block is complete
     areas = {
         F.AT_X: tokens * v[F.X_LD] * kernel.itemsize,
         F.AT_X_SCALE: tokens * 4,
@@ -231,8 +233,9 @@ def make(
         F.AT_BLOCKS: 3 * blocks * 4,
         F.AT_SYNC: (SYNC_BLOCKS + 2 * blocks + 2 * v[F.ITEMS2]) * 8,
         F.AT_ACC: threads * v[F.ROW_BLOCK] * NR * 4,
-        F.AT_HF: min(v[F.RING_H], blocks) * v[F.ROW_BLOCK] * h_ld * 4 if h_f32 else 0,
-        F.AT_H: slots * h_ld * kernel.itemsize,
+        F.AT_ROWS_IN: threads * v[F.ROW_BLOCK] * max(v[F.X_LD], h_ld) * kernel.itemsize if paired else 0,
+        F.AT_HF: min(v[F.RING_H], blocks) * v[F.ROW_BLOCK] * h_ld * h_size,
+        F.AT_H: (slots + (kernel.row_group - 1) * blocks) * h_ld * kernel.itemsize,
         F.AT_H_SCALE: slots * 4,
         F.AT_Y: v[F.RING_Y] * v[F.GROUP2] * max(1, slots) * NR * 4,
     }

@@ -88,7 +88,8 @@ def check_accumulators(module: Module, kernel: MicroKernel, rows: int) -> Check:
     ids = rng.permutation(rows + 2)[:rows].astype(np.int32)
     acc = np.empty((rows, kernel.NR), start.dtype)
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in (stored_x, ids, packed, start, acc)]
-    module.check_panel(rows, pointers[0], K, *pointers[1:], groups, 20)
+    temp = np.empty((rows + kernel.row_group) * (K * kernel.itemsize + kernel.NR * 4), np.uint8)
+    module.check_panel(rows, pointers[0], K, *pointers[1:], groups, 20, ctypes.c_void_p(temp.ctypes.data))
     exact = x[ids] @ w.T
     error = float(np.abs(acc - exact).max())
     bound = 0.0 if integer else float((np.abs(x[ids]) @ np.abs(w).T).max()) * K * 2.0**-24

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tvm
 import tvm.support
@@ -23,10 +24,12 @@ LINKERS = ("cc", "gcc", "clang")
 
 
 def target(kernel: MicroKernel, arch: str, **options: int) -> tvm.target.Target:
-    """The code generation target: the row's mcpu, or the architecture's baseline; never the build host's features."""
-    named = {"kind": "llvm", "mtriple": f"{arch}-linux-gnu", **options}
-    if kernel.mcpu(arch):
-        named["mcpu"] = kernel.mcpu(arch)
+    """The code generation target: the row's CPU or features, or the baseline; never the build host's features."""
+    named: dict[str, Any] = {"kind": "llvm", "mtriple": f"{arch}-linux-gnu", **options}
+    if (cpu := kernel.mcpu(arch)).startswith("+"):
+        named["mattr"] = cpu.split(",")
+    elif cpu:
+        named["mcpu"] = cpu
     return tvm.target.Target(named)
 
 

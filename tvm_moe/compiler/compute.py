@@ -54,6 +54,8 @@ def gemm_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None 
 
     ``static_groups``: all sizes fixed, with so many K groups, as MetaSchedule's tasks want it.
     """
+    if kernel.row_group > 1:
+        return paired_tile(kernel, rows_in_tile, static_groups)
     NR, group = kernel.NR, kernel.group
     k_groups, stride = i64("k_groups"), i64("stride")
     tokens, ld = i64("tokens"), i64("ld")
@@ -75,14 +77,47 @@ def gemm_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None 
     return continue_sum(func, func.params[3], stride)
 
 
-def continue_sum(func: tirx.PrimFunc, start: Any, stride: tirx.Var) -> tirx.PrimFunc:
-    """Let the reduction begin from ``start`` instead of zero (TE's own `init` is dropped by create_prim_func)."""
+def column_block(rows: int) -> int:
+    """Columns whose sums a tile of pairs of rows keeps at once, in up to 16 of 32 registers: LLVM moves and spills 24."""
+    return {2: 32, 4: 16, 6: 8, 8: 8}[rows]
+
+
+def paired_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None = None) -> tirx.PrimFunc:
+    """The same of interleaved rows, x [k_groups, rows, group]; sums are kept in blocks of 2x2, blocks of columns outside."""
+    NR, group, block = kernel.NR, kernel.group, column_block(rows_in_tile)
+    k_groups, stride = i64("k_groups"), i64("stride")
+    if static_groups is not None:
+        k_groups, stride = (tirx.const(v, "int64") for v in (static_groups, 0))
+    x = te.placeholder((k_groups, rows_in_tile, group), kernel.activation, name="x")
+    w = te.placeholder((k_groups, NR, group), kernel.weight, name="w")
+    rows = te.placeholder((rows_in_tile,), "int32", name="rows")
+    start = te.placeholder((rows_in_tile * stride + NR,), kernel.accumulator, name="start")
+    k = te.reduce_axis((0, k_groups * group), "k")
+
+    def product(b: tirx.Var, ro: tirx.Var, co: tirx.Var, ri: tirx.Var, ci: tirx.Var) -> tirx.PrimExpr:
+        a = operand(kernel, x[k // group, ro * 2 + ri, k % group])
+        return te.sum(a * operand(kernel, w[k // group, b * block + co * 2 + ci, k % group]), axis=k)
+
+    acc = te.compute((NR // block, rows_in_tile // 2, block // 2, 2, 2), product, name="acc")
+    out = te.compute((rows_in_tile, NR), lambda r, n: acc[n // block, r // 2, n % block // 2, r % 2, n % 2], name="out")
+    func = te.create_prim_func([x, w, rows, start, out])
+    return continue_sum(func, func.params[3], stride, lambda b, ro, co, ri, ci: (ro * 2 + ri, b * block + co * 2 + ci))
+
+
+def continue_sum(
+    func: tirx.PrimFunc, start: Any, stride: tirx.Var,
+    place: Callable[..., tuple[tirx.PrimExpr, tirx.PrimExpr]] = lambda r, n: (r, n),
+) -> tirx.PrimFunc:  # fmt: skip
+    """Let the reduction begin from ``start`` instead of zero (TE's own `init` is dropped by create_prim_func).
+
+    ``place``: the row and column of a sum from its indices.
+    """
 
     def seed(block: Any) -> Any:
         if block.init is None:
             return block
         store = block.init
-        r, n = store.indices
+        r, n = place(*store.indices)
         first = tirx.BufferStore(store.buffer, tirx.BufferLoad(start, [r * stride + n]), store.indices)
         return SBlock(
             block.iter_vars, block.reads, block.writes, block.name_hint, block.body, first,

@@ -127,6 +127,7 @@ def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tv
         N.fetch_ahead: gemm.fetch_ahead(kernel),
         N.prepare_item: rows.prepare_item(kernel),
         N.gate_up_item: gemm.gate_up_item(kernel),
+        N.interleave: rows.interleave(kernel),
         N.finish_block: rows.finish_block(kernel),
         N.down_item: gemm.down_item(kernel, down_panel),
         N.combine_item: rows.combine_item(kernel),
@@ -138,6 +139,6 @@ def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tv
         N.pack_part: pack.pack_part(kernel),
         GlobalVar("moe"): worker.entry(),
         GlobalVar("pack"): pack.entry(kernel),
-        GlobalVar("check_panel"): gemm.check_panel(),
+        GlobalVar("check_panel"): gemm.check_panel(kernel),
     }
     return tvm.IRModule(functions)

@@ -39,10 +39,13 @@ def peak(kernel: MicroKernel) -> tirx.PrimFunc:
         for th in T.parallel(threads):
             mine: T.let = T.handle_add_byte_offset(acc, th * T.int64(MR * NR * 4))
             for _ in range(repeats):
-                tile(
-                    x, w, rows, mine, mine,
-                    T.int64(MR), k_groups * T.int64(kernel.group), k_groups, T.int64(NR),
-                )  # fmt: skip
+                if kernel.row_group > 1:
+                    tile(x, w, rows, mine, mine, k_groups, T.int64(NR))
+                else:
+                    tile(
+                        x, w, rows, mine, mine,
+                        T.int64(MR), k_groups * T.int64(kernel.group), k_groups, T.int64(NR),
+                    )  # fmt: skip
 
     return peak
 

@@ -60,8 +60,8 @@ class Task:
 
 def buckets(kernel: MicroKernel) -> tuple[int, ...]:
     """Row counts that are tuned; others take the nearest: 1, 2, 4, ... and MR."""
-    powers = (1 << i for i in range(kernel.MR.bit_length()))
-    return tuple(sorted({r for r in powers if r <= kernel.MR} | {kernel.MR}))
+    powers = {1 << i for i in range(kernel.MR.bit_length())}
+    return tuple(r for r in kernel.rows if r in powers or r == kernel.MR)
 
 
 def build_ir(task: Task, arch: str, decisions: Decisions) -> tvm.IRModule:

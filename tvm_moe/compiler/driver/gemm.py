@@ -13,6 +13,18 @@ from .names import FIELDS, F, N
 FIRST_LINES = 16  # of the next panel; the hardware's prefetcher has found the stream by then
 
 
+def first_row(kernel: MicroKernel, n: tirx.PrimExpr, i: tirx.PrimExpr, tiles: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Where tile ``i`` of a block of ``n`` rows begins: equal tiles of whole row groups, the end for ``i == tiles``."""
+    g = kernel.row_group
+    return n * i // tiles if g == 1 else tirx.min(n, (n + (g - 1)) // g * i // tiles * g)
+
+
+def filled(kernel: MicroKernel, rows: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Rows up to a whole row group."""
+    g = kernel.row_group
+    return rows if g == 1 else (rows + (g - 1)) // g * g
+
+
 def panel(kernel: MicroKernel, tile: GlobalVar) -> tirx.PrimFunc:
     """All rows of a block against one panel: chunks of K outside, so that a chunk of the panel stays in L2.
 
@@ -24,7 +36,7 @@ def panel(kernel: MicroKernel, tile: GlobalVar) -> tirx.PrimFunc:
     the last asks for those ``rows_ahead`` bytes from ``x``, the next item's (0: unknown). The hardware does not foresee
     rows that broadcasts read four bytes at a time: 1.1 times as fast at 4096 tokens, where they come from memory.
     """
-    MR, NR = kernel.MR, kernel.NR
+    MR, NR, paired = kernel.MR, kernel.NR, kernel.row_group > 1
     k_bytes = kernel.group * kernel.itemsize
 
     @T.prim_func(private=True, s_tir=True)
@@ -44,9 +56,11 @@ def panel(kernel: MicroKernel, tile: GlobalVar) -> tirx.PrimFunc:
                 tiles == T.int64(1) or follows == T.int64(0), T.int64(0), T.int64(NR * k_bytes) // tiles
             )
             for i in range(tiles):
-                r0: T.let = n * i // tiles
-                r1: T.let = n * (i + T.int64(1)) // tiles
-                x_at: T.let = T.handle_add_byte_offset(x, k0 * T.int64(k_bytes))
+                r0: T.let = first_row(kernel, n, i, tiles)
+                r1: T.let = first_row(kernel, n, i + T.int64(1), tiles)
+                computed: T.let = filled(kernel, r1 - r0)
+                x_from: T.let = r0 * row_bytes + k0 * computed * T.int64(k_bytes) if paired else k0 * T.int64(k_bytes)
+                x_at: T.let = T.handle_add_byte_offset(x, x_from)
                 w_at: T.let = T.handle_add_byte_offset(w, here)
                 ids: T.let = T.handle_add_byte_offset(rows, r0 * T.int64(4))
                 sums: T.let = T.handle_add_byte_offset(acc, r0 * T.int64(NR * 4))
@@ -57,14 +71,24 @@ def panel(kernel: MicroKernel, tile: GlobalVar) -> tirx.PrimFunc:
                 # Whole rows while the first chunk passes; the others find them.
                 wanted: T.let = tirx.all(c == T.int64(0), next_row != T.int64(0))
                 rows_step: T.let = T.if_then_else(wanted, T.int64(MR) * row_bytes // groups, T.int64(0))
-                if c == T.int64(0):
+                # What the tile is told of its rows: where they are gathered from, or nothing where they lie interleaved.
+                if paired:
+                    if c == T.int64(0):
+                        tile(
+                            computed, x_at, w_at, ids, start, sums, groups, T.int64(0), next_w, step, next_x, rows_step
+                        )
+                    else:
+                        tile(
+                            computed, x_at, w_at, ids, sums, sums, groups, T.int64(NR), next_w, step, next_x, rows_step
+                        )
+                elif c == T.int64(0):
                     tile(
-                        r1 - r0, x_at, w_at, ids, start, sums, T.int64(0), x_ld, groups, T.int64(0),
+                        computed, x_at, w_at, ids, start, sums, T.int64(0), x_ld, groups, T.int64(0),
                         next_w, step, next_x, rows_step,
                     )  # fmt: skip
                 else:
                     tile(
-                        r1 - r0, x_at, w_at, ids, sums, sums, T.int64(0), x_ld, groups, T.int64(NR),
+                        computed, x_at, w_at, ids, sums, sums, T.int64(0), x_ld, groups, T.int64(NR),
                         next_w, step, next_x, rows_step,
                     )  # fmt: skip
 
@@ -89,17 +113,32 @@ def fetch_ahead(kernel: MicroKernel) -> tirx.PrimFunc:
     return fetch_ahead
 
 
-def check_panel() -> tirx.PrimFunc:
-    """`panel` exported, so that tests and `tvm-moe verify` see the accumulators themselves."""
-    panel = N.panel["gate_up"]
+def check_panel(kernel: MicroKernel) -> tirx.PrimFunc:
+    """`panel` exported, so that tests and `tvm-moe verify` see the accumulators themselves.
+
+    ``temp``: room for the rows and their sums, filled up to a row group, where the kernel interleaves them.
+    """
+    panel, interleave = N.panel["gate_up"], N.interleave
+    paired, NR = kernel.row_group > 1, kernel.NR
+    unit = kernel.group * kernel.itemsize
 
     @T.prim_func(s_tir=True)
     def check_panel(
         n: T.int64, x: T.handle, x_ld: T.int64, rows: T.handle, w: T.handle, start: T.handle, acc: T.handle,
-        k_groups: T.int64, chunk: T.int64,
+        k_groups: T.int64, chunk: T.int64, temp: T.handle,
     ) -> None:  # fmt: skip
         T.func_attr({"global_symbol": "check_panel"})
-        panel(n, x, x_ld, rows, w, start, acc, k_groups, chunk, T.int64(0), T.int64(0), T.int64(0))
+        if paired:
+            from_temp: T.let = filled(kernel, n) * k_groups * T.int64(unit)
+            sums: T.let = T.handle_add_byte_offset(temp, from_temp)
+            interleave(n, x, x_ld, rows, k_groups, temp)
+            panel(n, temp, x_ld, rows, w, start, sums, k_groups, chunk, T.int64(0), T.int64(0), T.int64(0))
+            S = T.decl_buffer((n * T.int64(NR),), "int32", data=T.handle_add_byte_offset(temp, from_temp))
+            A = T.decl_buffer((n * T.int64(NR),), "int32", data=acc)
+            for i in range(n * T.int64(NR)):
+                A[i] = S[i]
+        else:
+            panel(n, x, x_ld, rows, w, start, acc, k_groups, chunk, T.int64(0), T.int64(0), T.int64(0))
 
     return check_panel
 
@@ -108,9 +147,10 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
     """One block of an expert's rows against a group of gate/up panels, with activation."""
     NR, size = kernel.NR, kernel.itemsize
     panel_bytes = NR * kernel.group * size
-    quantized = kernel.dtype == "int8"
-    out_size = 4 if quantized else 2
-    panel, activate, fetch_ahead = N.panel["gate_up"], N.activate, N.fetch_ahead
+    paired = kernel.row_group > 1
+    staged = paired or kernel.dtype == "int8"
+    out_size = 4 if kernel.dtype == "int8" else 2
+    panel, activate, fetch_ahead, interleave = N.panel["gate_up"], N.activate, N.fetch_ahead, N.interleave
 
     @T.prim_func(private=True, s_tir=True)
     def gate_up_item(
@@ -130,11 +170,15 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
         n: T.let = T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b])
         rows: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ROWS] + first * T.int64(4))
         acc: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ACC] + th * P[F.ROW_BLOCK] * T.int64(NR * 4))
-        # INT8 keeps the intermediate in f32 in a ring of blocks until its rows are complete; BF16 is rounded at once.
-        row: T.let = b % P[F.RING_H] * P[F.ROW_BLOCK] if quantized else first
+        # Rows that are quantized (from f32) or interleaved stay in a ring of blocks until they are complete.
+        row: T.let = b % P[F.RING_H] * P[F.ROW_BLOCK] if staged else first
         h: T.let = T.handle_add_byte_offset(
-            scratch, (P[F.AT_HF] if quantized else P[F.AT_H]) + row * P[F.H_LD] * T.int64(out_size)
+            scratch, (P[F.AT_HF] if staged else P[F.AT_H]) + row * P[F.H_LD] * T.int64(out_size)
         )
+        own: T.let = P[F.AT_ROWS_IN] + th * P[F.ROW_BLOCK] * T.max(P[F.X_LD], P[F.H_LD]) * T.int64(size)
+        x: T.let = T.handle_add_byte_offset(scratch, own if paired else P[F.AT_X])
+        if paired:
+            interleave(n, T.handle_add_byte_offset(scratch, P[F.AT_X]), P[F.X_LD], rows, P[F.K13], x)
         panels: T.let = T.min(P[F.GROUP13], P[F.PANELS13] - g * P[F.GROUP13])
         for i in range(panels):
             p: T.let = g * P[F.GROUP13] + i
@@ -147,7 +191,7 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
                 T.handle_add_byte_offset(bias13, soon * P[F.BIAS13_STRIDE] * T.int64(4)),
             )
             panel(
-                n, T.handle_add_byte_offset(scratch, P[F.AT_X]), P[F.X_LD], rows,
+                n, x, P[F.X_LD], rows,
                 T.handle_add_byte_offset(w13, at * P[F.K13] * T.int64(panel_bytes)),
                 T.handle_add_byte_offset(start13, at * P[F.START_STRIDE] * T.int64(4)),
                 acc, P[F.K13], P[F.CHUNK13],
@@ -185,6 +229,9 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
         first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + b])
         n: T.let = T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b])
         iota: T.let = T.handle_add_byte_offset(scratch, P[F.AT_IOTA])
+        x: T.let = T.handle_add_byte_offset(
+            scratch, P[F.AT_H] + (first + b * T.int64(kernel.row_group - 1)) * P[F.H_LD] * T.int64(size)
+        )
         acc: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ACC] + th * P[F.ROW_BLOCK] * T.int64(NR * 4))
         slots: T.let = P[F.TOKENS] * P[F.TOP_K]
         panels: T.let = T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])
@@ -198,7 +245,7 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
                 T.handle_add_byte_offset(bias2, soon * P[F.BIAS2_STRIDE] * T.int64(4)),
             )
             panel(
-                n, T.handle_add_byte_offset(scratch, P[F.AT_H] + first * P[F.H_LD] * T.int64(size)), P[F.H_LD], iota,
+                n, x, P[F.H_LD], iota,
                 T.handle_add_byte_offset(w2, at * P[F.K2] * T.int64(panel_bytes)),
                 T.handle_add_byte_offset(start2, at * P[F.START_STRIDE] * T.int64(4)),
                 acc, P[F.K2], P[F.CHUNK2],

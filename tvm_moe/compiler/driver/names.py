@@ -25,6 +25,7 @@ class N:
     fetch_ahead = GlobalVar("fetch_ahead")
     prepare_item = GlobalVar("prepare_item")
     gate_up_item = GlobalVar("gate_up_item")
+    interleave = GlobalVar("interleave")
     finish_block = GlobalVar("finish_block")
     down_item = GlobalVar("down_item")
     combine_item = GlobalVar("combine_item")

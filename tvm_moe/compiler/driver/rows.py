@@ -7,6 +7,7 @@ from tvm.script import tirx as T
 
 from ...kernels import MicroKernel
 from ...plan import PREPARE_ROWS
+from .gemm import filled, first_row
 from .names import FIELDS, F, N
 
 
@@ -39,32 +40,73 @@ def prepare_item(kernel: MicroKernel) -> tirx.PrimFunc:
     return prepare_item
 
 
+def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
+    """A block's rows as its tiles read them, [K groups, rows, group] each, filled up with the tile's last row."""
+    MR, unit = kernel.MR, kernel.group * kernel.itemsize
+    per = unit // kernel.itemsize
+
+    @T.prim_func(private=True, s_tir=True)
+    def interleave(
+        n: T.int64,
+        x: T.handle("int64"),
+        ld: T.int64,
+        rows: T.handle("int32"),
+        k_groups: T.int64,
+        out: T.handle("int64"),
+    ) -> None:
+        ld_units: T.let = ld // T.int64(per)
+        X = T.decl_buffer((T.int64(1) << T.int64(40), ld_units), "int64", data=x)
+        R = T.decl_buffer((n,), "int32", data=rows)
+        O = T.decl_buffer((T.int64(1) << T.int64(40),), "int64", data=out)
+        tiles: T.let = (n + T.int64(MR - 1)) // T.int64(MR)
+        for i in range(tiles):
+            r0: T.let = first_row(kernel, n, i, tiles)
+            r1: T.let = first_row(kernel, n, i + T.int64(1), tiles)
+            count: T.let = filled(kernel, r1 - r0)
+            for r in range(count):
+                row: T.let = T.Cast("int64", R[T.min(r0 + r, r1 - T.int64(1))])
+                for q in range(k_groups):
+                    O[r0 * ld_units + q * count + r] = X[row, q]
+
+    return interleave
+
+
 def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
-    """INT8: quantize a block's complete intermediate rows, while they are still in cache. BF16: nothing is left."""
+    """A block's complete intermediate, while it is still in cache: quantized (INT8), interleaved (where the kernel is)."""
     size = kernel.itemsize
-    prepare = N.prepare
+    quantized, paired = kernel.dtype == "int8", kernel.row_group > 1
+    prepare, interleave = N.prepare, N.interleave
 
     @T.prim_func(private=True, s_tir=True)
-    def nothing(b: T.int64, plan: T.handle("int64"), scratch: T.handle, blocks: T.handle("int32")) -> None:
-        T.evaluate(0)
-
-    @T.prim_func(private=True, s_tir=True)
-    def finish_block(b: T.int64, plan: T.handle("int64"), scratch: T.handle, blocks: T.handle("int32")) -> None:
+    def finish_block(
+        th: T.int64, b: T.int64, plan: T.handle("int64"), scratch: T.handle, blocks: T.handle("int32")
+    ) -> None:
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
         first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + b])
-        prepare(
-            T.int64(1),
-            T.handle_add_byte_offset(
-                scratch, P[F.AT_HF] + b % P[F.RING_H] * P[F.ROW_BLOCK] * P[F.H_LD] * T.int64(4)
-            ),
-            T.handle_add_byte_offset(scratch, P[F.AT_ONES]),
-            T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)),
-            T.handle_add_byte_offset(scratch, P[F.AT_H] + first * P[F.H_LD] * T.int64(size)),
-            T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b]), P[F.H_LD], P[F.H_LD], P[F.H_LD],
-        )  # fmt: skip
+        n: T.let = T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b])
+        ring: T.let = P[F.AT_HF] + b % P[F.RING_H] * P[F.ROW_BLOCK] * P[F.H_LD] * T.int64(4 if quantized else size)
+        own: T.let = P[F.AT_ROWS_IN] + th * P[F.ROW_BLOCK] * T.max(P[F.X_LD], P[F.H_LD]) * T.int64(size)
+        h: T.let = P[F.AT_H] + (first + b * T.int64(kernel.row_group - 1)) * P[F.H_LD] * T.int64(size)
+        complete: T.let = T.handle_add_byte_offset(scratch, ring)
+        finished: T.let = T.handle_add_byte_offset(scratch, h)
+        rounded: T.let = T.handle_add_byte_offset(scratch, own if paired else h)
+        if quantized:
+            prepare(
+                T.int64(1), complete,
+                T.handle_add_byte_offset(scratch, P[F.AT_ONES]),
+                T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)),
+                rounded, n, P[F.H_LD], P[F.H_LD], P[F.H_LD],
+            )  # fmt: skip
+        if not quantized and not paired:
+            T.evaluate(0)
+        if paired:
+            interleave(
+                n, rounded if quantized else complete, P[F.H_LD],
+                T.handle_add_byte_offset(scratch, P[F.AT_IOTA]), P[F.H_LD] // T.int64(kernel.group), finished,
+            )  # fmt: skip
 
-    return finish_block if kernel.dtype == "int8" else nothing
+    return finish_block
 
 
 def combine_item(kernel: MicroKernel) -> tirx.PrimFunc:

@@ -57,7 +57,7 @@ def worker() -> tirx.PrimFunc:
                 gate_up_item(th, b, g, next_at[0], plan, scratch, blocks)
                 done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_BLOCKS + b]), T.int64(1))
                 if done[0] == P[F.ITEMS13]:
-                    finish_block(b, plan, scratch, blocks)
+                    finish_block(th, b, plan, scratch, blocks)
                     T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[ready + b]), T.int64(1)))
             else:
                 j: T.let = (ticket[0] - down_from) // round_items

@@ -11,6 +11,7 @@ from tvm.s_tir import TensorIntrin
 from tvm.script import tirx as T
 
 NAME = "moe_dot_bf16_16x2_avx512bf16"
+LANES = 16
 FUNCTION = "moe_dpbf16ps_512"
 
 

@@ -8,6 +8,7 @@ from tvm.s_tir import TensorIntrin
 from tvm.script import tirx as T
 
 NAME = "moe_dot_u8s8_16x4_vnni"
+LANES = 16
 
 # `rows` stands for the row index the block reads to gather; an intrinsic must declare every buffer its block reads.
 

@@ -1,0 +1,49 @@
+"""Pairs of rows times pairs of columns: each instruction takes two rows and two columns into a 2x2 block (Arm smmla, bfmmla).
+
+The panel is passed in blocks of columns, so that the accumulators fit the 32 registers beside the operands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.s_tir import Schedule
+
+from tvm_moe.compiler import intrin
+from tvm_moe.compiler.compute import column_block
+
+from .skeleton import Decision, TileSchedule
+
+
+class PairProduct(TileSchedule):
+    def decisions(self) -> tuple[Decision, ...]:
+        return (Decision("prefetch", (0, 1, 2), 0),)
+
+    def tile_loops(self, s: Schedule, acc: Any, decided: dict[str, Any]) -> tuple[Any, Any]:
+        out = s.get_sblock("out")
+        row, column = s.get_loops(out)
+        block, column = s.split(column, [None, column_block(self.rows)])
+        s.reorder(block, row, column)
+        s.compute_at(acc, block, preserve_unit_loops=True)
+        *_, ro, co, ri, ci, k = s.get_loops(acc)
+        k_outer, k_inner = s.split(k, [None, self.kernel.group])
+        s.reorder(k_outer, ro, co, ri, ci, k_inner)
+        for loop in (ro, co):
+            s.unroll(loop)
+        return k_outer, ri
+
+    def instruction(self, s: Schedule, lane: Any) -> None:
+        assert self.kernel.intrinsic is not None
+        s.tensorize(lane, intrin.family(self.kernel.intrinsic).tensor_intrin())
+
+    def vectorize_rows(self, s: Schedule, block: Any) -> None:
+        loops = s.get_loops(block)
+        if block == s.get_sblock("out"):
+            *_, row, column = loops
+            s.vectorize(column)
+            s.unroll(row)
+        else:
+            _, *pairs, ri, ci = loops  # of the column block; of pairs; within one
+            s.vectorize(s.fuse(ri, ci))
+            for loop in pairs:
+                s.unroll(loop)
