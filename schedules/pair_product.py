@@ -17,7 +17,7 @@ from .skeleton import Decision, TileSchedule
 
 class PairProduct(TileSchedule):
     def decisions(self) -> tuple[Decision, ...]:
-        return (Decision("prefetch", (0, 1, 2), 0),)
+        return (Decision("prefetch", (0, 1, 2), 0), Decision("unroll", (1, 2, 4), 4))
 
     def tile_loops(self, s: Schedule, acc: Any, decided: dict[str, Any]) -> tuple[Any, Any]:
         out = s.get_sblock("out")
@@ -27,7 +27,7 @@ class PairProduct(TileSchedule):
         s.compute_at(acc, block, preserve_unit_loops=True)
         *_, ro, co, ri, ci, k = s.get_loops(acc)
         k_outer, k_inner = s.split(k, [None, self.kernel.group])
-        s.reorder(k_outer, ro, co, ri, ci, k_inner)
+        s.reorder(k_outer, co, ro, ri, ci, k_inner)
         for loop in (ro, co):
             s.unroll(loop)
         return k_outer, ri
@@ -36,14 +36,17 @@ class PairProduct(TileSchedule):
         assert self.kernel.intrinsic is not None
         s.tensorize(lane, intrin.family(self.kernel.intrinsic).tensor_intrin())
 
+    def vectorize_start(self, s: Schedule, block: Any) -> None:
+        _, *pairs, ri, ci = s.get_loops(block)  # of the column block; of pairs; within one
+        s.vectorize(s.fuse(ri, ci))
+        for loop in pairs:
+            s.unroll(loop)
+
     def vectorize_rows(self, s: Schedule, block: Any) -> None:
-        loops = s.get_loops(block)
-        if block == s.get_sblock("out"):
-            *_, row, column = loops
-            s.vectorize(column)
-            s.unroll(row)
-        else:
-            _, *pairs, ri, ci = loops  # of the column block; of pairs; within one
-            s.vectorize(s.fuse(ri, ci))
-            for loop in pairs:
-                s.unroll(loop)
+        """Half a register at a time: two columns of a row."""
+        *_, row, column = s.get_loops(block)
+        (ro, ri), (co, ci) = s.split(row, [None, 2]), s.split(column, [None, 2])
+        s.reorder(ro, co, ri, ci)
+        s.vectorize(ci)
+        for loop in (ro, co, ri):
+            s.unroll(loop)

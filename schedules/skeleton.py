@@ -72,8 +72,8 @@ class TileSchedule(ABC):
             s.annotate(k_outer, DECISION + name, value)
         start = s.decompose_reduction(acc, k_outer)
         self.instruction(s, lane)
-        for block in (start, s.get_sblock("out")):
-            self.vectorize_rows(s, block)
+        self.vectorize_start(s, start)
+        self.vectorize_rows(s, s.get_sblock("out"))
 
     def decide(self, s: Schedule, d: Decision) -> Any:
         """An integer for a structural decision, a sampled variable for the others."""
@@ -90,6 +90,9 @@ class TileSchedule(ABC):
     @abstractmethod
     def instruction(self, s: Schedule, lane: Any) -> None:
         """Put the matrix instruction in place of the innermost loops."""
+
+    def vectorize_start(self, s: Schedule, block: Any) -> None:
+        self.vectorize_rows(s, block)
 
     def vectorize_rows(self, s: Schedule, block: Any) -> None:
         """Rows and vectors unrolled: all accumulators have names, so LLVM keeps them in registers."""

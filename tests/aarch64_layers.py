@@ -1,4 +1,4 @@
-"""Runs under an AArch64 Python, without torch and apache-tvm: packs and calls the layers of a file with their kernels.
+"""Runs under an AArch64 Python, without torch and apache-tvm: packs and calls the layers of a file, checks the tiles' sums.
 
 Usage: aarch64_layers.py FILE.pickle LEVEL; "" is the level that the CPU gets. Results go to FILE.out.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tvm_moe import activations, isa, plan, runtime
+from tvm_moe.accumulators import check_all_accumulators
 from tvm_moe.plan import Matrix
 
 SOURCES = {"uint16": 0, "float32": 1, "int8": 2}
@@ -57,6 +58,8 @@ def main(path, level):
         got = np.full_like(case["x"], 7)
         layer(case, kernel, module).run(case["x"], got, case["weights"], case["ids"], case["on_input"], module)
         results.append(got)
+    failed = [c.what for c in check_all_accumulators(module, kernel) if not c.passed]
+    assert not failed, failed
     assert not {"torch", "tvm"} & set(sys.modules)
     Path(path).with_suffix(".out").write_bytes(pickle.dumps(results))
     print(json.dumps({"features": sorted(isa.features()), "threads": module.threads()}))

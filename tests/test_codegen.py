@@ -87,13 +87,15 @@ def test_every_row_count_has_a_lean_k_loop_on_arm(kernel, arch):
         text = "\n".join(loop)
         assert not re.search(r"\b(zip|uzp|trn)[12]\b|\bmov\b|\[sp\b|\bbl\b|\bst[rp]\b", text), text
         products = [line.split()[1] for line in loop if re.match(rf"\s+{name}\b", line)]
-        assert len(set(products)) == len(products)
-        seen.setdefault(len(products), []).append((len(loop) - 1) / len(products))
+        assert len(products) % len(set(products)) == 0
+        seen.setdefault(len(set(products)), []).append((len(loop) - 1) / len(products))
     assert seen.keys() == {tile_accumulators(kernel, rows) for rows in kernel.rows}
-    if kernel.row_group > 1:  # 8 and 4 rows have equally many accumulators, as have 2
-        eight, four, *_ = sorted(set(seen[16]))
-        assert eight <= 1.5
-        assert four <= 1.75
+    if kernel.row_group > 1:  # tiles of 8, of 4 and of 2 rows have 16 accumulators each, those of 6 rows 24
+        eight, four, two = sorted({round(ratio, 2) for ratio in seen[16]})
+        assert eight <= 1.32
+        assert four <= 1.4
+        assert two <= 1.6
+        assert max(seen[24]) <= 1.3
 
 
 def tile_accumulators(kernel, rows):

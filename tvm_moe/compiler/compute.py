@@ -49,13 +49,15 @@ def operand(kernel: MicroKernel, value: tirx.PrimExpr) -> tirx.PrimExpr:
     return bf16_to_f32(value) if kernel.dtype == "bf16" else value.astype("int32")
 
 
-def gemm_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None = None) -> tirx.PrimFunc:
+def gemm_tile(
+    kernel: MicroKernel, rows_in_tile: int, static_groups: int | None = None, first: bool = False
+) -> tirx.PrimFunc:
     """(x [tokens, ld], w [k_groups, NR, group], rows [R], start, out [R, NR]) -> out, in the accumulator's type.
 
     ``static_groups``: all sizes fixed, with so many K groups, as MetaSchedule's tasks want it.
     """
     if kernel.row_group > 1:
-        return paired_tile(kernel, rows_in_tile, static_groups)
+        return paired_tile(kernel, rows_in_tile, static_groups, first)
     NR, group = kernel.NR, kernel.group
     k_groups, stride = i64("k_groups"), i64("stride")
     tokens, ld = i64("tokens"), i64("ld")
@@ -78,12 +80,16 @@ def gemm_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None 
 
 
 def column_block(rows: int) -> int:
-    """Columns whose sums a tile of pairs of rows keeps at once, in up to 16 of 32 registers: LLVM moves and spills 24."""
-    return {2: 32, 4: 16, 6: 8, 8: 8}[rows]
+    """Columns whose sums a tile of pairs of rows keeps at once: 16 of 32 registers, 24 of them for three pairs."""
+    return {2: 32, 4: 16, 6: 16, 8: 8}[rows]
 
 
-def paired_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None = None) -> tirx.PrimFunc:
-    """The same of interleaved rows, x [k_groups, rows, group]; sums are kept in blocks of 2x2, blocks of columns outside."""
+def paired_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None, first: bool) -> tirx.PrimFunc:
+    """The same of interleaved rows, x [k_groups, rows, group]; sums are kept in blocks of 2x2, blocks of columns outside.
+
+    The running sum is added last, not picked apart into blocks first, and not at all to the ``first`` chunk's: these kernels
+    start from zero. A chunk is one chain.
+    """
     NR, group, block = kernel.NR, kernel.group, column_block(rows_in_tile)
     k_groups, stride = i64("k_groups"), i64("stride")
     if static_groups is not None:
@@ -99,25 +105,22 @@ def paired_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | Non
         return te.sum(a * operand(kernel, w[k // group, b * block + co * 2 + ci, k % group]), axis=k)
 
     acc = te.compute((NR // block, rows_in_tile // 2, block // 2, 2, 2), product, name="acc")
-    out = te.compute((rows_in_tile, NR), lambda r, n: acc[n // block, r // 2, n % block // 2, r % 2, n % 2], name="out")
-    func = te.create_prim_func([x, w, rows, start, out])
-    return continue_sum(func, func.params[3], stride, lambda b, ro, co, ri, ci: (ro * 2 + ri, b * block + co * 2 + ci))
+
+    def total(r: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
+        sum_of_chunk = acc[n // block, r // 2, n % block // 2, r % 2, n % 2]
+        return sum_of_chunk if first else sum_of_chunk + start[r * stride + n]
+
+    return te.create_prim_func([x, w, rows, start, te.compute((rows_in_tile, NR), total, name="out")])
 
 
-def continue_sum(
-    func: tirx.PrimFunc, start: Any, stride: tirx.Var,
-    place: Callable[..., tuple[tirx.PrimExpr, tirx.PrimExpr]] = lambda r, n: (r, n),
-) -> tirx.PrimFunc:  # fmt: skip
-    """Let the reduction begin from ``start`` instead of zero (TE's own `init` is dropped by create_prim_func).
-
-    ``place``: the row and column of a sum from its indices.
-    """
+def continue_sum(func: tirx.PrimFunc, start: Any, stride: tirx.Var) -> tirx.PrimFunc:
+    """Let the reduction begin from ``start`` instead of zero (TE's own `init` is dropped by create_prim_func)."""
 
     def seed(block: Any) -> Any:
         if block.init is None:
             return block
         store = block.init
-        r, n = place(*store.indices)
+        r, n = store.indices
         first = tirx.BufferStore(store.buffer, tirx.BufferLoad(start, [r * stride + n]), store.indices)
         return SBlock(
             block.iter_vars, block.reads, block.writes, block.name_hint, block.body, first,

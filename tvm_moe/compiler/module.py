@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import tvm
 import tvm_ffi
@@ -33,9 +33,13 @@ def scheduled(func: tirx.PrimFunc, schedule: Callable[[Schedule], None] | None) 
     return subroutine(s.mod["main"])
 
 
-def tile_function(kernel: MicroKernel, arch: str, rows: int, chosen: Decisions = ()) -> tirx.PrimFunc:
-    """The tile of ``rows`` rows with the decisions of a tune log, or with the schedule's defaults."""
-    func = scheduled(compute.gemm_tile(kernel, rows), style(kernel.style)(kernel, arch, rows, dict(chosen)).apply)
+def tile_function(
+    kernel: MicroKernel, arch: str, rows: int, chosen: Decisions = (), first: bool = True
+) -> tirx.PrimFunc:
+    """The tile of ``rows`` rows with the decisions of a tune log, or with the schedule's defaults; ``first``: of K."""
+    func = scheduled(
+        compute.gemm_tile(kernel, rows, first=first), style(kernel.style)(kernel, arch, rows, dict(chosen)).apply
+    )
     text = intrin.family(kernel.intrinsic).llvm_ir(kernel.mcpu(arch)) if kernel.intrinsic else ""
     func = with_prefetch(func)
     if not text:
@@ -59,7 +63,7 @@ def with_prefetch(func: tirx.PrimFunc) -> tirx.PrimFunc:
         where = [tirx.handle_add_byte_offset(ahead, k * step + 64 * line) for line in range(lines)]
         where.append(tirx.handle_add_byte_offset(rows_ahead, k * rows_step))
         calls = [tirx.Evaluate(prefetch(at)) for at in where]
-        return tirx.For(k, loop.min, loop.extent, loop.kind, tirx.SeqStmt([*calls, loop.body]))
+        return tirx.For(k, loop.min, loop.extent, loop.kind, tirx.SeqStmt([*calls, loop.body]), None, loop.annotations)
 
     body = tvm_ffi.structural_map(func.body, (tirx.For, insert))
     return tirx.PrimFunc([*func.params, ahead, step, rows_ahead, rows_step], body, attrs=func.attrs)
@@ -82,14 +86,24 @@ def family(name: GlobalVar, variants: dict[int, tirx.PrimFunc]) -> dict[GlobalVa
     return {name: chooser, **{functions[code]: func for code, func in variants.items()}}
 
 
+def tiles_and_panel(
+    kernel: MicroKernel, arch: str, stage: str, decisions: Mapping[int, Decisions]
+) -> dict[GlobalVar, tirx.PrimFunc]:
+    """The tiles of these row counts and the loop over a panel that calls them."""
+    families = {N.tile[stage]: True} | ({N.tile_more[stage]: False} if kernel.row_group > 1 else {})
+    functions = {N.panel[stage]: gemm.panel(kernel, stage)}
+    for name, first in families.items():
+        functions |= family(name, {r: tile_function(kernel, arch, r, d, first) for r, d in decisions.items()})
+    return functions
+
+
 def panels(kernel: MicroKernel, arch: str, chosen: Choice | None) -> tuple[dict[GlobalVar, tirx.PrimFunc], GlobalVar]:
     """The functions that multiply panels, and the one of the down stage: the gate/up stage's own if decisions are equal."""
     decisions = chosen.decisions if chosen else {stage: dict.fromkeys(kernel.rows, ()) for stage in STAGES}
     stages = STAGES if decisions["down"] != decisions["gate_up"] else STAGES[:1]
     functions: dict[GlobalVar, tirx.PrimFunc] = {}
     for stage in stages:
-        tiles = {r: tile_function(kernel, arch, r, decisions[stage][r]) for r in kernel.rows}
-        functions |= family(N.tile[stage], tiles) | {N.panel[stage]: gemm.panel(kernel, N.tile[stage])}
+        functions |= tiles_and_panel(kernel, arch, stage, decisions[stage])
     return functions, N.panel[stages[-1]]
 
 

@@ -57,6 +57,30 @@ def keep_on_stack(op: Any) -> Any:
     return tirx.AllocBuffer(op.buffer, annotations, op.span)
 
 
+UNROLL = "moe_decision.unroll"  # annotation of a loop: steps at a time
+
+
+@tirx.transform.prim_func_pass(opt_level=0)
+def unroll_steps(func: tirx.PrimFunc, mod: Any, ctx: Any) -> tirx.PrimFunc:
+    """Loops annotated so, several steps at a time and the rest one by one: LLVM unrolls none of unknown length."""
+
+    def unroll(loop: tirx.For) -> tirx.Stmt:
+        steps = int((loop.annotations or {}).get(UNROLL, 1))
+        if steps == 1:
+            return loop
+        many = loop.extent // steps
+        q, u, rest = (tirx.Var(name, loop.loop_var.ty) for name in ("q", "u", "rest"))
+        inner = tirx.For(u, 0, steps, tirx.ForKind.UNROLLED, at(loop, q * steps + u))
+        outer = tirx.For(q, 0, many, loop.kind, inner)
+        last = tirx.For(rest, 0, loop.extent - many * steps, loop.kind, at(loop, many * steps + rest))
+        return tirx.SeqStmt([outer, last])
+
+    def at(loop: tirx.For, k: tirx.PrimExpr) -> tirx.Stmt:
+        return tvm_ffi.structural_map(loop.body, (tirx.Var, lambda v: k if v.same_as(loop.loop_var) else v))
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, unroll)))
+
+
 def passes() -> list[Any]:
     """The part of TVM's default S-TIR pipeline that CPU code without virtual threads, GPU memory or async copies needs.
 
@@ -73,6 +97,8 @@ def passes() -> list[Any]:
         tirx.transform.FlattenBuffer(),
         tirx.transform.VectorizeLoop(True),
         tirx.transform.StorageRewrite(),
+        unroll_steps,
+        tirx.transform.ConvertSSA(),
         tirx.transform.UnrollLoop(),
         tirx.transform.StmtSimplify(),
         tirx.transform.RemoveNoOp(),

@@ -12,9 +12,8 @@ from tvm.script import tirx as T
 from ..kernels import MicroKernel, find
 from ..plan import CHUNK_BYTES, even_chunk
 from ..tuning import Decisions
-from .driver import gemm
 from .driver.names import N
-from .module import family, tile_function
+from .module import tiles_and_panel
 
 WEIGHT_BYTES = 256 << 20  # of one pass over the weights
 TILES = 8  # of a block of full tiles
@@ -65,15 +64,8 @@ def buckets(kernel: MicroKernel) -> tuple[int, ...]:
 
 
 def build_ir(task: Task, arch: str, decisions: Decisions) -> tvm.IRModule:
-    kernel = task.kernel
-    tile = N.tile["gate_up"]
-    return tvm.IRModule(
-        {
-            **family(tile, {task.rows: tile_function(kernel, arch, task.rows, decisions)}),
-            N.panel["gate_up"]: gemm.panel(kernel, tile),
-            GlobalVar("stage"): entry(task),
-        }
-    )
+    functions = tiles_and_panel(task.kernel, arch, "gate_up", {task.rows: decisions})
+    return tvm.IRModule(functions | {GlobalVar("stage"): entry(task)})
 
 
 def entry(task: Task) -> tirx.PrimFunc:

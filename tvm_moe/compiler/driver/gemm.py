@@ -25,7 +25,7 @@ def filled(kernel: MicroKernel, rows: tirx.PrimExpr) -> tirx.PrimExpr:
     return rows if g == 1 else (rows + (g - 1)) // g * g
 
 
-def panel(kernel: MicroKernel, tile: GlobalVar) -> tirx.PrimFunc:
+def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
     """All rows of a block against one panel: chunks of K outside, so that a chunk of the panel stays in L2.
 
     Weights come from memory once: while several tiles pass a chunk, each prefetches a slice of what comes next, the next
@@ -37,6 +37,7 @@ def panel(kernel: MicroKernel, tile: GlobalVar) -> tirx.PrimFunc:
     rows that broadcasts read four bytes at a time: 1.1 times as fast at 4096 tokens, where they come from memory.
     """
     MR, NR, paired = kernel.MR, kernel.NR, kernel.row_group > 1
+    tile, tile_more = N.tile[stage], N.tile_more[stage]
     k_bytes = kernel.group * kernel.itemsize
 
     @T.prim_func(private=True, s_tir=True)
@@ -78,7 +79,7 @@ def panel(kernel: MicroKernel, tile: GlobalVar) -> tirx.PrimFunc:
                             computed, x_at, w_at, ids, start, sums, groups, T.int64(0), next_w, step, next_x, rows_step
                         )
                     else:
-                        tile(
+                        tile_more(
                             computed, x_at, w_at, ids, sums, sums, groups, T.int64(NR), next_w, step, next_x, rows_step
                         )
                 elif c == T.int64(0):
