@@ -7,55 +7,22 @@ from __future__ import annotations
 
 from functools import cache
 
-from tvm.s_tir import TensorIntrin
-from tvm.script import tirx as T
+from tvm import tirx
 
-NAME = "moe_mma_bf16_2x2x4_bfmmla"
+from .dot import pairs
+
 LANES = 2
 FUNCTION = "moe_bfmmla"
 
 
-@T.prim_func(s_tir=True)
-def description(
-    A: T.Buffer((2, 4), "uint16", offset_factor=1),
-    B: T.Buffer((2, 4), "uint16", offset_factor=1),
-    C: T.Buffer((2, 2), "float32", offset_factor=1, scope="local"),
-) -> None:
-    with T.sblock("root"):
-        T.reads(C[0:2, 0:2], A[0:2, 0:4], B[0:2, 0:4])
-        T.writes(C[0:2, 0:2])
-        for i, j, k in T.grid(2, 2, 4):
-            with T.sblock("update"):
-                vi, vj, vk = T.axis.remap("SSR", [i, j, k])
-                T.reads(C[vi, vj], A[vi, vk], B[vj, vk])
-                T.writes(C[vi, vj])
-                C[vi, vj] = C[vi, vj] + T.reinterpret(
-                    T.shift_left(T.cast(A[vi, vk], "uint32"), T.uint32(16)), dtype="float32"
-                ) * T.reinterpret(T.shift_left(T.cast(B[vj, vk], "uint32"), T.uint32(16)), dtype="float32")
-
-
-@T.prim_func(s_tir=True)
-def implementation(
-    A: T.Buffer((2, 4), "uint16", offset_factor=1),
-    B: T.Buffer((2, 4), "uint16", offset_factor=1),
-    C: T.Buffer((2, 2), "float32", offset_factor=1, scope="local"),
-) -> None:
-    with T.sblock("root"):
-        T.reads(C[0:2, 0:2], A[0:2, 0:4], B[0:2, 0:4])
-        T.writes(C[0:2, 0:2])
-        C[0, T.ramp(T.int32(0), 1, 4)] = T.call_pure_extern(
-            "float32x4",
-            "moe_bfmmla",
-            C.vload([0, 0], dtype="float32x4"),
-            T.reinterpret(A.vload([0, 0], "uint16x8"), dtype="int32x4"),
-            T.reinterpret(B.vload([0, 0], "uint16x8"), dtype="int32x4"),
-        )
+def multiply(sums: tirx.PrimExpr, rows: tirx.PrimExpr, columns: tirx.PrimExpr) -> tirx.PrimExpr:
+    cast = (tirx.reinterpret("int32x4", operand) for operand in (rows, columns))
+    return tirx.call_pure_extern("float32x4", FUNCTION, sums, *cast)
 
 
 @cache
 def tensor_intrin() -> str:
-    TensorIntrin.register(NAME, description, implementation)
-    return NAME
+    return pairs("moe_mma_bf16_2x2x4_bfmmla", 4, ("uint16", "float32"), multiply)
 
 
 def llvm_ir(mcpu: str) -> str:
