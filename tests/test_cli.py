@@ -58,3 +58,16 @@ def test_no_arguments_show_the_help():
 def test_a_range_of_layers_that_ends_before_it_begins():
     with pytest.raises(MoEError, match="--layers is '1-0'"):
         cli.parse_layers("1-0")
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("aarch64-linux-gnu", "aarch64"), ("x86_64-unknown-linux-gnu", "x86_64"), ("aarch64-apple-darwin", None)],
+)
+def test_triples_of_an_architecture(name, arch, monkeypatch, tmp_path):
+    """Modules are for Linux with glibc; a triple of another system is not cut down to its architecture."""
+    asked = []
+    monkeypatch.setattr("tvm_moe.modules.require_compiler", lambda what: asked.append(what) or sys.exit(7))
+    outcome = CliRunner().invoke(cli.app, ["build", "--mtriple", name, "--out", str(tmp_path / "out")])
+    assert outcome.exit_code == (7 if arch else 2)
+    assert asked == ([f"{arch} modules"] if arch else [])

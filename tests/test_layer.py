@@ -184,6 +184,7 @@ def test_parts_are_no_smaller_than_pays():
     assert len(plan.parts(kernel, sizes, 4096, 8, 2)) == 2  # 25 MB, and 128 rows an expert
     assert len(plan.parts(kernel, sizes, 4096, 8, 16)) == 1
     assert plan.parts(kernel, sizes, 0, 8, 2) == [(0, 0)]
+    assert plan.parts(kernel, plan.LayerSizes(1, 8, 60_000, True), 2, 600, 1) == [(0, 1), (1, 2)]  # none is empty
     scratch = [plan.make(kernel, sizes, max(b - a for a, b in plan.parts(kernel, sizes, T, 8, 2)), 8, 2, 2048, 2048)
                for T in (4096, 262_144)]  # fmt: skip
     assert scratch[1].scratch_bytes < 1.5 * scratch[0].scratch_bytes

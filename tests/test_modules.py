@@ -72,6 +72,7 @@ def test_a_module_is_served_as_it_was_built(built, places):
         (lambda p: p.with_suffix(".json").write_text("null"), "no readable manifest"),
         (lambda p: p.with_suffix(".json").write_bytes(b"\xff\xfe\x00"), "no readable manifest"),
         (lambda p: p.with_suffix(".json").write_text('{"sha256": "0"}'), "no readable manifest .*'stamp'"),
+        (lambda p: rewrite_manifest(p, arch="sparc"), "is for sparc, this machine is "),
         (lambda p: rewrite_manifest(p, stamp="0123"), "built for another version of tvm_moe .*stamp 0123, expected"),
     ],
 )

@@ -97,6 +97,8 @@ def test_quantization_is_that_of_the_reference_bit_for_bit(int8_kernel, kind):
     w[0, 2] = torch.linspace(-127, 127, 67).mul(2).round().div(2)
     w[0, 3] *= torch.finfo(w.dtype).tiny
     w[0, 4] *= torch.finfo(w.dtype).max / 8
+    if kind == "f32":  # so few bits that the scale is 0 or has one or two
+        w[0, 5:9] = torch.tensor([5e-44, 8e-44, 2.35e-43, 2.25e-41])[:, None] * torch.linspace(-1, 1, 67)
     packed = case.pack(int8_kernel)
     for e in range(2):
         got = packing.unpack(packed.layer, e)
@@ -167,6 +169,21 @@ def test_k_beyond_int32(int8_kernel):
             PackedExperts.from_experts([], 1, H, I, dtype="int8", isa=int8_kernel.isa)
         with pytest.raises(MoEError, match="got 0 experts, expected 1"):
             PackedExperts.from_experts([], 1, H, I, dtype="bf16", isa=int8_kernel.isa)
+
+
+@pytest.mark.parametrize("stored", [("float", "int8"), ("int8", "float"), ("int8", "int8", "float")], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_experts_stored_in_different_ways(int8_kernel, stored, batch):
+    """Scales of an expert were dropped, or missed, where the first one had none."""
+    made = {kind: make_case(E=1, weights="int8" if kind == "int8" else "f32") for kind in set(stored)}
+
+    def expert(case):
+        scales = {n: v[0] for n, v in case.options.items() if n.endswith("scale")}
+        return ExpertWeights(case.w13[0], case.w2[0], **scales)
+
+    experts = [expert(made[kind]) for kind in stored]
+    with pytest.raises(MoEError, match=rf"expert {len(stored) - 1}: w13_scale is (not )?given, .*quantize all or none"):
+        PackedExperts.from_experts(experts, len(stored), 24, 20, dtype="int8", isa=int8_kernel.isa, batch=batch)
 
 
 def test_from_experts_streams():

@@ -6,6 +6,7 @@ Exit codes: 0 all is well; 1 a check failed; 2 the input is wrong, with one line
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from enum import StrEnum
 from itertools import pairwise
@@ -101,7 +102,7 @@ def build(
     from . import modules, tuning
 
     logs = tuning.all_logs() if tuned else []
-    arch = arch and arch.partition("-")[0]  # aarch64-linux-gnu: the only systems are Linux with glibc
+    arch = arch and re.sub("-(unknown-)?linux-gnu$", "", arch)
     made = [str(path) for path in modules.build_all(out, isa, arch, lambda path: typer.echo(path, err=True), logs)]
     if json_file is not None:
         write_json(made, json_file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,16 @@ def check_expert(e: int, w: ExpertWeights, sizes: LayerSizes, dtype: str) -> Non
                     f"expert {e}: {name}_{kind} has shape {tuple(vector.shape)} and dtype {vector.dtype}, "
                     f"expected [{rows}] or [{rows}, 1] floating"
                 )
+
+
+def check_alike(e: int, w: ExpertWeights, first: Collection[str]) -> None:
+    """Scales and biases are those that the first expert has: a layer's experts are stored alike."""
+    for name in VECTORS:
+        if (getattr(w, name) is not None) != (name in first):
+            state = "not given, but expert 0 has it" if name in first else "given, but expert 0 has none"
+            raise MoEError(
+                f"expert {e}: {name} is {state}; all experts of a layer need the same kind of weights: quantize all or none"
+            )
 
 
 def check_weight(label: str, tensor: Tensor, shape: tuple[int, int], dtype: str) -> None:

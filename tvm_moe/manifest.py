@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import plan
 from .errors import ModuleError
-from .kernels import MicroKernel
+from .kernels import MicroKernel, machine
 
 INTERFACE = 1  # raise when the signature or the meaning of an exported function changes
 TVM_VERSION = "0.27.0.post1"  # what builds modules
@@ -59,13 +59,17 @@ def check(path: Path, kernel: MicroKernel | None) -> Path:
         raise ModuleError(f"no module file {path}; build it with tvm-moe build")
     try:
         record = json.loads(manifest.read_text())
-        expected, found = str(record["sha256"]), record["stamp"]
+        expected, found, arch = str(record["sha256"]), record["stamp"], record["arch"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModuleError(f"{manifest}: no readable manifest for {path.name} ({error}); {advice}") from error
     actual = hashlib.sha256(path.read_bytes()).hexdigest()
     if actual != expected:
         raise ModuleError(
             f"{path} is damaged: SHA-256 {actual[:12]}..., its manifest says {expected[:12]}...; {advice}"
+        )
+    if arch != machine():
+        raise ModuleError(
+            f"{path} is for {arch}, this machine is {machine()}; build it for this one with tvm-moe build"
         )
     if found != stamp(kernel):
         raise ModuleError(

@@ -12,7 +12,7 @@ import torch
 from . import isa, runtime
 from .activations import ActivationSpec
 from .errors import MoEError
-from .expert_weights import VECTORS, ExpertWeights, check_expert, check_sizes
+from .expert_weights import VECTORS, ExpertWeights, check_alike, check_expert, check_sizes
 from .kernels import MicroKernel
 from .plan import LayerSizes, Matrix, pack_temp_bytes
 from .runtime import Layer
@@ -74,6 +74,7 @@ class Packer:
         if e != self.count or e >= self.sizes.experts:
             raise MoEError(f"experts must come in order: got expert {e}, expected {self.count} of {self.sizes.experts}")
         check_expert(e, w, self.sizes, self.kernel.dtype)
+        check_alike(e, w, self.vectors.keys())
         for name, vectors in self.vectors.items():
             vectors[e] = getattr(w, name).detach().reshape(-1)
         self.count += 1

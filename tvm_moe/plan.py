@@ -159,7 +159,7 @@ def parts(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threa
     _, panels13, _, _, _ = sizes.shape13(kernel)
     intermediate = tokens * top_k * panels13 * sizes.half(kernel) * kernel.itemsize
     cached = -(-intermediate // (PART_BYTES * threads))
-    count = max(1, min(cached, tokens * top_k // (PART_ROWS * sizes.experts)))
+    count = max(1, min(cached, tokens, tokens * top_k // (PART_ROWS * sizes.experts)))
     return [(tokens * i // count, tokens * (i + 1) // count) for i in range(count)]
 
 

@@ -17,7 +17,7 @@ from ..compute import bf16_to_f32, f32_to_bf16
 from ..intrin import transpose
 from ..intrin.prefetch import prefetch
 from ..intrin.transpose import LINE
-from ..mathfn import divided, round_bits
+from ..mathfn import divided, f32, round_bits
 from .names import N
 
 
@@ -51,7 +51,10 @@ def pack_panel(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
         if not integer:
             return f32_to_bf16(value(element))
         x = value(element)
-        return round_bits(x / by if reciprocal is None else divided(x, by, reciprocal)).astype("int8")
+        if reciprocal is not None:
+            return round_bits(divided(x, by, reciprocal)).astype("int8")
+        # A denormal scale has few bits: quotients beyond 127, as of the largest weight elsewhere, are that.
+        return round_bits(tirx.max(tirx.min(x / by, f32(127.0)), f32(-127.0))).astype("int8")
 
     @T.prim_func(private=True, s_tir=True)
     def pack_panel(
@@ -80,10 +83,9 @@ def pack_panel(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
                 top[0] = T.Cast(word, 0)
                 for k in range(K):
                     top[0] = T.max(top[0], magnitude(S[first + k]))
-                if top[0] == T.Cast(word, 0):
+                D[c] = from_bits(top[0]) / T.float32(127)
+                if D[c] == T.float32(0):  # of zeros, or of denormals too small for a scale
                     D[c] = T.float32(1)
-                else:
-                    D[c] = from_bits(top[0]) / T.float32(127)
         done[0] = T.int64(0)
         if straight:  # noqa: SIM102 - decides when this is parsed: the call fits no other source
             if (p + T.int64(1)) * half <= valid:
