@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import downloads
+
 ROOT = Path(__file__).parent.parent
 QEMUS = ("qemu-aarch64-static", "qemu-aarch64")
 PYTHONS = ("3.11", "3.13", "3.12", "3.14")  # Debian 12 has the first one, Debian 13 the second
@@ -20,8 +22,7 @@ PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux_2_17
 
 
 def folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "tvm_moe-tests" / "aarch64"
+    return downloads() / "aarch64"
 
 
 def run(command: list[str], where: Path, needed: bool = True) -> bool:

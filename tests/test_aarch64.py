@@ -13,6 +13,7 @@ import torch
 from tests import aarch64
 from tests.helpers import ACTIVATION_OPTIONS, assert_matches_reference, make_case
 from tests.test_packing import expected, pack_by_hand
+from tests.test_serving import as_numpy
 from tvm_moe import isa, kernels
 from tvm_moe.compiler import build
 from tvm_moe.errors import ModuleError
@@ -57,10 +58,6 @@ def cases(kernel):
             case.ids[0, 0] = -1
             case.ids[-1, -1] = 5
         yield case
-
-
-def as_numpy(tensor):
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def packed(case, kernel):

@@ -12,6 +12,7 @@ import pytest
 import tvm_moe
 from tests.helpers import U
 from tvm_moe import MoEError, isa, kernels, runtime
+from tvm_moe.accumulators import room
 from tvm_moe.expert_weights import INT8_MAX_K
 from tvm_moe.kernels import TABLE
 from tvm_moe.schedules import STYLES
@@ -52,11 +53,6 @@ def test_rows_that_cannot_be():
 
 
 HANDLE = ctypes.c_void_p
-
-
-def room(kernel, rows, K):
-    """What `check_panel` needs of its caller."""
-    return np.empty((rows + kernel.row_group) * (K * kernel.itemsize + kernel.NR * 4), np.uint8)
 
 
 def packed_panel(kernel, w):

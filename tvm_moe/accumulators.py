@@ -49,12 +49,17 @@ def check_accumulators(module: Module, kernel: MicroKernel, rows: int) -> Check:
     ids = rng.permutation(rows + 2)[:rows].astype(np.int32)
     acc = np.empty((rows, kernel.NR), start.dtype)
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in (stored_x, ids, packed, start, acc)]
-    temp = np.empty((rows + kernel.row_group) * (K * kernel.itemsize + kernel.NR * 4), np.uint8)
+    temp = room(kernel, rows, K)
     module.check_panel(rows, pointers[0], K, *pointers[1:], groups, 20, ctypes.c_void_p(temp.ctypes.data))
     exact = x[ids] @ w.T
     error = float(np.abs(acc - exact).max())
     bound = 0.0 if integer else float((np.abs(x[ids]) @ np.abs(w).T).max()) * K * 2.0**-24
     return Check(f"accumulators, {rows} rows", error, bound)
+
+
+def room(kernel: MicroKernel, rows: int, K: int) -> np.ndarray:
+    """What `check_panel` needs of its caller: room for the rows and their sums, filled up to a row group."""
+    return np.empty((rows + kernel.row_group) * (K * kernel.itemsize + kernel.NR * 4), np.uint8)
 
 
 def bf16_bits(values: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import tvm
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import GlobalVar, PointerType, PrimType, StringImm
+from tvm.ir import GlobalVar, PointerType, PrimType
 from tvm.s_tir import Schedule
 
 from tvm_moe.schedules import elementwise, style
@@ -42,9 +42,7 @@ def tile_function(
     )
     text = intrin.family(kernel.intrinsic).llvm_ir(kernel.mcpu(arch)) if kernel.intrinsic else ""
     func = with_prefetch(func)
-    if not text:
-        return func
-    return func.with_body(tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", StringImm(text), func.body))
+    return intrin.with_llvm(func, text)
 
 
 def with_prefetch(func: tirx.PrimFunc) -> tirx.PrimFunc:

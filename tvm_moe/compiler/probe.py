@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tvm
 from tvm import tirx
-from tvm.ir import GlobalVar, StringImm
+from tvm.ir import GlobalVar
 from tvm.script import tirx as T
 
 from tvm_moe.schedules import style
@@ -21,9 +21,7 @@ def bare_tile(kernel: MicroKernel, arch: str) -> tirx.PrimFunc:
     """The row's full tile as its schedule makes it, without prefetches."""
     func = scheduled(compute.gemm_tile(kernel, kernel.MR), style(kernel.style)(kernel, arch, kernel.MR).apply)
     text = intrin.family(kernel.intrinsic).llvm_ir(kernel.mcpu(arch)) if kernel.intrinsic else ""
-    if not text:
-        return func
-    return func.with_body(tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", StringImm(text), func.body))
+    return intrin.with_llvm(func, text)
 
 
 def peak(kernel: MicroKernel) -> tirx.PrimFunc:

@@ -25,6 +25,16 @@ def filled(kernel: MicroKernel, rows: tirx.PrimExpr) -> tirx.PrimExpr:
     return rows if g == 1 else (rows + (g - 1)) // g * g
 
 
+def own_rows(kernel: MicroKernel, P: tirx.Buffer, th: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Where in scratch a thread rearranges the rows of a block."""
+    return P[F.AT_ROWS_IN] + th * P[F.ROW_BLOCK] * tirx.max(P[F.X_LD], P[F.H_LD]) * kernel.itemsize
+
+
+def finished_rows(kernel: MicroKernel, P: tirx.Buffer, b: tirx.PrimExpr, first: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Where in scratch the down stage reads block ``b``, whose first slot is ``first``; each may have been filled up."""
+    return P[F.AT_H] + (first + b * (kernel.row_group - 1)) * P[F.H_LD] * kernel.itemsize
+
+
 def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
     """All rows of a block against one panel: chunks of K outside, so that a chunk of the panel stays in L2.
 
@@ -176,8 +186,7 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
         h: T.let = T.handle_add_byte_offset(
             scratch, (P[F.AT_HF] if staged else P[F.AT_H]) + row * P[F.H_LD] * T.int64(out_size)
         )
-        own: T.let = P[F.AT_ROWS_IN] + th * P[F.ROW_BLOCK] * T.max(P[F.X_LD], P[F.H_LD]) * T.int64(size)
-        x: T.let = T.handle_add_byte_offset(scratch, own if paired else P[F.AT_X])
+        x: T.let = T.handle_add_byte_offset(scratch, own_rows(kernel, P, th) if paired else P[F.AT_X])
         if paired:
             interleave(n, T.handle_add_byte_offset(scratch, P[F.AT_X]), P[F.X_LD], rows, P[F.K13], x)
         panels: T.let = T.min(P[F.GROUP13], P[F.PANELS13] - g * P[F.GROUP13])
@@ -230,9 +239,7 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
         first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + b])
         n: T.let = T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b])
         iota: T.let = T.handle_add_byte_offset(scratch, P[F.AT_IOTA])
-        x: T.let = T.handle_add_byte_offset(
-            scratch, P[F.AT_H] + (first + b * T.int64(kernel.row_group - 1)) * P[F.H_LD] * T.int64(size)
-        )
+        x: T.let = T.handle_add_byte_offset(scratch, finished_rows(kernel, P, b, first))
         acc: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ACC] + th * P[F.ROW_BLOCK] * T.int64(NR * 4))
         slots: T.let = P[F.TOKENS] * P[F.TOP_K]
         panels: T.let = T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])

@@ -7,11 +7,10 @@ as by chunks of all NR rows, which is how `pack_panel` converts.
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.ir import StringImm
 from tvm.script import tirx as T
 
 from ...kernels import MicroKernel
-from ..intrin import transpose
+from ..intrin import transpose, with_llvm
 from ..intrin.prefetch import prefetch
 from ..intrin.transpose import LINE
 
@@ -53,5 +52,4 @@ def pack_direct(kernel: MicroKernel) -> tirx.PrimFunc:
                     )
                 )  # fmt: skip
 
-    text = StringImm(transpose.llvm_ir(unit, with_sums))
-    return pack_direct.with_body(tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", text, pack_direct.body))
+    return with_llvm(pack_direct, transpose.llvm_ir(unit, with_sums))

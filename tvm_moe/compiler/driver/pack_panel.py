@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import tvm
 from tvm import tirx
-from tvm.ir import StringImm
 from tvm.script import tirx as T
 
 from ...kernels import MicroKernel
 from ...plan import PACK_UNITS as UNITS
 from ...plan import pack_row
 from ..compute import bf16_to_f32, f32_to_bf16
-from ..intrin import transpose
+from ..intrin import transpose, with_llvm
 from ..intrin.prefetch import prefetch
 from ..intrin.transpose import LINE
 from ..mathfn import divided, f32, round_bits
@@ -152,5 +151,4 @@ def pack_panel(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
                 if p * half + c % half >= valid:
                     D[c] = T.float32(1)
 
-    text = StringImm(transpose.llvm_ir(unit, with_sums))
-    return pack_panel.with_body(tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", text, pack_panel.body))
+    return with_llvm(pack_panel, transpose.llvm_ir(unit, with_sums))

@@ -7,7 +7,7 @@ from tvm.script import tirx as T
 
 from ...kernels import MicroKernel
 from ...plan import PREPARE_ROWS
-from .gemm import filled, first_row
+from .gemm import filled, finished_rows, first_row, own_rows
 from .names import FIELDS, F, N
 
 
@@ -86,8 +86,8 @@ def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
         first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + b])
         n: T.let = T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b])
         ring: T.let = P[F.AT_HF] + b % P[F.RING_H] * P[F.ROW_BLOCK] * P[F.H_LD] * T.int64(4 if quantized else size)
-        own: T.let = P[F.AT_ROWS_IN] + th * P[F.ROW_BLOCK] * T.max(P[F.X_LD], P[F.H_LD]) * T.int64(size)
-        h: T.let = P[F.AT_H] + (first + b * T.int64(kernel.row_group - 1)) * P[F.H_LD] * T.int64(size)
+        own: T.let = own_rows(kernel, P, th)
+        h: T.let = finished_rows(kernel, P, b, first)
         complete: T.let = T.handle_add_byte_offset(scratch, ring)
         finished: T.let = T.handle_add_byte_offset(scratch, h)
         rounded: T.let = T.handle_add_byte_offset(scratch, own if paired else h)

@@ -10,6 +10,16 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from tvm import tirx
+from tvm.ir import StringImm
+
 
 def family(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def with_llvm(func: tirx.PrimFunc, text: str) -> tirx.PrimFunc:
+    """``func`` with LLVM text that is linked into its module ("": as it is)."""
+    if not text:
+        return func
+    return func.with_body(tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", StringImm(text), func.body))
