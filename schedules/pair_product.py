@@ -17,7 +17,7 @@ from .skeleton import Decision, TileSchedule
 
 class PairProduct(TileSchedule):
     def decisions(self) -> tuple[Decision, ...]:
-        return (Decision("prefetch", (0, 1, 2), 0), Decision("unroll", (1, 2, 4), 4))
+        return (Decision("prefetch", (0, 2, 4), 0), Decision("unroll", (1, 2, 4), 4))
 
     def tile_loops(self, s: Schedule, acc: Any, decided: dict[str, Any]) -> tuple[Any, Any]:
         out = s.get_sblock("out")

@@ -40,7 +40,7 @@ def write(folder, *records, **about):
 
 
 def test_the_nearest_record_serves():
-    logs = Logs("cpu", (made(K=64, prefetch=1), made(K=1024, prefetch=4), made(K=64, rows=6, prefetch=0)))
+    logs = Logs("cpu", (made(K=64, prefetch=2), made(K=1024, prefetch=4), made(K=64, rows=6, prefetch=0)))
     choice = tuning.choose(KERNEL, 700, 32, logs)
     assert choice.decisions["gate_up"] == {
         r: (("prefetch", 4),) if r < 3 else (("prefetch", 0),) for r in KERNEL.rows
@@ -48,11 +48,11 @@ def test_the_nearest_record_serves():
     assert choice.decisions["down"] == dict.fromkeys(KERNEL.rows, ())
     assert choice.sources["gate_up"][1] == "nearest record (K 1024, 1 rows): prefetch=4"
     assert choice.sources["down"][1] == "default"
-    assert tuning.choose(KERNEL, 64, 32, logs).sources["gate_up"][1] == "tuned: prefetch=1"
+    assert tuning.choose(KERNEL, 64, 32, logs).sources["gate_up"][1] == "tuned: prefetch=2"
 
 
 def test_equal_decisions_share_a_module():
-    logs = Logs("cpu", (made(K=64, prefetch=1), made(K=128, prefetch=1), made(K=256)))
+    logs = Logs("cpu", (made(K=64, prefetch=2), made(K=128, prefetch=2), made(K=256)))
     assert tuning.choose(KERNEL, 64, 1, logs).variant == tuning.choose(KERNEL, 128, 1, logs).variant != ""
     assert tuning.choose(KERNEL, 256, 1, logs).variant == ""  # the defaults won there
     assert set(tuning.variants(KERNEL, logs)) == {tuning.choose(KERNEL, 64, 1, logs).variant}
@@ -60,7 +60,7 @@ def test_equal_decisions_share_a_module():
 
 
 def test_records_survive_a_file(fresh_logs):
-    records = made(K=64, prefetch=1), made(stage="down", rows=6)
+    records = made(K=64, prefetch=2), made(stage="down", rows=6)
     write(fresh_logs / "cpu", *records)
     assert tuning.read(fresh_logs / "cpu").records == records
     assert tuning.this_cpu() == Logs("cpu", records, fresh_logs / "cpu")
@@ -203,7 +203,7 @@ def test_tune_end_to_end(fresh_logs, monkeypatch):
 
 
 def test_tuned_modules_that_nobody_built_are_announced(int8_kernel, fresh_logs):
-    write(fresh_logs / "cpu", replace(made(prefetch=1), kernel=int8_kernel.name))
+    write(fresh_logs / "cpu", replace(made(prefetch=2), kernel=int8_kernel.name))
     packed = make_case(dtype="int8").pack(int8_kernel)
     assert "NOT BUILT, the defaults serve: run tvm-moe build --tuned" in tvm_moe.explain(packed)
     assert packed.layer.module is runtime.load(int8_kernel)
