@@ -13,6 +13,14 @@ def epilogue(s: Schedule) -> None:
     s.unroll(outer)
 
 
+def activation(s: Schedule, lanes: int) -> None:
+    """Two registers of columns, then all rows: the constants of the activation stay in registers beside them."""
+    row, column = s.get_loops(s.get_sblock("out"))
+    outer, vector = s.split(column, [None, lanes])
+    s.vectorize(vector)
+    s.reorder(outer, row)
+
+
 def quantize(s: Schedule) -> None:
     """Row by row: the peak, the scale, then the values; the symbolic column loops are left to LLVM's vectorizer."""
     (row,) = s.get_loops(s.get_sblock("scale"))

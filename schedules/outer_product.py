@@ -18,8 +18,8 @@ class OuterProduct(TileSchedule):
     PREFETCH_ROWS = 4
 
     def decisions(self) -> tuple[Decision, ...]:
-        # The tiles of a block share the next chunk, NR * group = 256 bytes a K group: two ask for 128 each, three for 85. With
-        # six lines they ask for all of it two or three times, which is 2 to 5 % faster at two or three tiles than asking
+        # The tiles of a block share the next chunk, NR * group = 256 bytes a K group: two ask for 128 each, three for 85.
+        # With six lines they ask for all of it two or three times, which is 2 to 5 % faster at two or three tiles than asking
         # once (the CPU drops some), and no slower at more. One line would leave gaps, which is 1.15 times slower
         # than none: the hardware's own prefetcher loses the stream. Tiles of few rows wait for memory anyway.
         lines = 6 if self.rows >= self.PREFETCH_ROWS else 0

@@ -11,20 +11,26 @@ from tvm.s_tir import Schedule
 
 from tvm_moe.compiler import intrin
 from tvm_moe.compiler.compute import column_block
+from tvm_moe.compiler.intrin.dot import ALONE
 
 from .skeleton import Decision, TileSchedule
 
 
 class PairProduct(TileSchedule):
     def decisions(self) -> tuple[Decision, ...]:
-        return (Decision("prefetch", (0, 2, 4), 0), Decision("unroll", (1, 2, 4), 4))
+        return (
+            Decision("prefetch", (0, 2, 4), 0),
+            Decision("unroll", (1, 2, 4, 8), 8),
+            Decision("stream", (0, 1), 1),  # operands by loads of several vectors
+        )
 
     def tile_loops(self, s: Schedule, acc: Any, decided: dict[str, Any]) -> tuple[Any, Any]:
         out = s.get_sblock("out")
         row, column = s.get_loops(out)
         block, column = s.split(column, [None, column_block(self.rows)])
         s.reorder(block, row, column)
-        s.compute_at(acc, block, preserve_unit_loops=True)
+        if self.rows > 1:  # of a row alone, TVM would leave out the instruction's second one
+            s.compute_at(acc, block, preserve_unit_loops=True)
         *_, ro, co, ri, ci, k = s.get_loops(acc)
         k_outer, k_inner = s.split(k, [None, self.kernel.group])
         s.reorder(k_outer, co, ro, ri, ci, k_inner)
@@ -34,7 +40,8 @@ class PairProduct(TileSchedule):
 
     def instruction(self, s: Schedule, lane: Any) -> None:
         assert self.kernel.intrinsic is not None
-        s.tensorize(lane, intrin.family(self.kernel.intrinsic).tensor_intrin())
+        name = intrin.family(self.kernel.intrinsic).tensor_intrin()
+        s.tensorize(lane, name if self.rows > 1 else name + ALONE)
 
     def vectorize_start(self, s: Schedule, block: Any) -> None:
         _, *pairs, ri, ci = s.get_loops(block)  # of the column block; of pairs; within one
@@ -45,7 +52,7 @@ class PairProduct(TileSchedule):
     def vectorize_rows(self, s: Schedule, block: Any) -> None:
         """Half a register at a time: two columns of a row."""
         *_, row, column = s.get_loops(block)
-        (ro, ri), (co, ci) = s.split(row, [None, 2]), s.split(column, [None, 2])
+        (ro, ri), (co, ci) = s.split(row, [None, min(2, self.rows)]), s.split(column, [None, 2])
         s.reorder(ro, co, ri, ci)
         s.vectorize(ci)
         for loop in (ro, co, ri):

@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 
 import tvm_moe
+from tests import aarch64
 from tvm_moe import isa, kernels, modules
 
 
@@ -85,3 +86,19 @@ def places(tmp_path, monkeypatch):
     monkeypatch.setattr(modules, "PACKAGED", folders[1])
     monkeypatch.setattr(modules, "cache_folder", lambda: folders[2])
     return folders
+
+
+@pytest.fixture(scope="session")
+def aarch64_modules(tmp_path_factory):
+    """A folder with the modules of every AArch64 level, as ``tvm-moe build --mtriple`` makes them."""
+    from tvm_moe.compiler import build
+
+    aarch64.require()
+    folder = tmp_path_factory.mktemp("aarch64")
+    try:
+        build.linker("aarch64")
+    except tvm_moe.ModuleError as error:
+        pytest.skip(f"no AArch64 modules: {error}")
+    for kernel in (k for k in kernels.TABLE if "aarch64" in k.arches):
+        build.export(kernel, "aarch64", folder / modules.filename(kernel, "aarch64"))
+    return folder

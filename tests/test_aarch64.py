@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
 from itertools import count
+from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -14,10 +18,8 @@ from tests import aarch64
 from tests.helpers import ACTIVATION_OPTIONS, assert_matches_reference, make_case
 from tests.test_packing import expected, pack_by_hand
 from tests.test_serving import as_numpy
-from tvm_moe import isa, kernels
-from tvm_moe.compiler import build
-from tvm_moe.errors import ModuleError
-from tvm_moe.modules import filename
+from tvm_moe import isa, kernels, wheel
+from tvm_moe.emulation import python
 from tvm_moe.packing import shapes
 from tvm_moe.plan import LayerSizes
 
@@ -25,20 +27,6 @@ TOKENS = (0, 1, 2, 7, 8, 9, 64)
 ROWS = [pytest.param(k, id=k.key) for dtype in kernels.DTYPES for k in kernels.rows_for("aarch64", dtype)]
 SCRIPT = "import sys; from tests import aarch64_layers; aarch64_layers.main(*sys.argv[1:])"
 LESS = "neoverse-n1"  # dotprod, but neither i8mm nor bf16
-
-
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory):
-    """A folder with the modules of every AArch64 level, as ``tvm-moe build --mtriple`` makes them."""
-    aarch64.python()
-    folder = tmp_path_factory.mktemp("aarch64")
-    try:
-        build.linker("aarch64")
-    except ModuleError as error:
-        pytest.skip(f"no AArch64 modules: {error}")
-    for row in ROWS:
-        build.export(row.values[0], "aarch64", folder / filename(row.values[0], "aarch64"))
-    return folder
 
 
 def cases(kernel):
@@ -86,19 +74,19 @@ def packed(case, kernel):
     return data | inputs | {"arrays": arrays, "activation": options}
 
 
-def serve(layers, modules, tmp_path, level="", cpu="max"):
+def serve(layers, aarch64_modules, tmp_path, level="", cpu="max"):
     """What the AArch64 process makes of them, and what it says."""
     file = tmp_path / "layers.pickle"
     file.write_bytes(pickle.dumps(layers))
-    done = aarch64.execute(SCRIPT, str(file), level, cpu=cpu, TVM_MOE_MODULES=str(modules))
+    done = aarch64.execute(SCRIPT, str(file), level, cpu=cpu, TVM_MOE_MODULES=str(aarch64_modules))
     assert done.returncode == 0, done.stderr
     return pickle.loads(file.with_suffix(".out").read_bytes()), json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("kernel", ROWS)
-def test_whole_layers(kernel, modules, tmp_path):
+def test_whole_layers(kernel, aarch64_modules, tmp_path):
     made = list(cases(kernel))
-    got, _ = serve([packed(case, kernel) for case in made], modules, tmp_path, kernel.isa)
+    got, _ = serve([packed(case, kernel) for case in made], aarch64_modules, tmp_path, kernel.isa)
     for case, result in zip(made, got, strict=True):
         y = torch.from_numpy(result)
         y = y.view(torch.bfloat16) if case.x.dtype == torch.bfloat16 else y
@@ -109,17 +97,35 @@ def test_whole_layers(kernel, modules, tmp_path):
 
 
 @pytest.mark.parametrize(("cpu", "level"), [("max", "i8mm_bf16"), (LESS, "dotprod"), ("cortex-a53", "generic")])
-def test_dispatch(cpu, level, modules, tmp_path):
+def test_dispatch(cpu, level, aarch64_modules, tmp_path):
     kernel = kernels.find(level, "int8")
     case = make_case(T=9, E=5, H=66, I=35, k=3, dtype="int8", x_dtype=torch.float32)
-    (got,), said = serve([packed(case, kernel)], modules, tmp_path, cpu=cpu)
+    (got,), said = serve([packed(case, kernel)], aarch64_modules, tmp_path, cpu=cpu)
     assert kernel.features <= set(said["features"])
     assert_matches_reference(torch.from_numpy(got), case)
 
 
-def test_demanding_what_the_cpu_lacks_is_an_error(modules, tmp_path):
+def test_the_wheel_serves(aarch64_modules, tmp_path):
+    """Unpacked beside its dependencies, as pip would; the checkout and other folders of modules are out of reach."""
+    checkout, unpacked = tmp_path / "checkout", tmp_path / "unpacked"
+    checkout.mkdir()
+    shutil.copytree(aarch64_modules, wheel.copy_checkout(checkout))
+    made = wheel.pack(checkout, wheel.platform(aarch64_modules, "aarch64"), tmp_path)
+    assert made.name.endswith("_aarch64.whl")
+    ZipFile(made).extractall(unpacked)
+    case, file = make_case(T=9, E=5, H=66, I=35, k=3, dtype="bf16", x_dtype=torch.float32), tmp_path / "layers.pickle"
+    file.write_bytes(pickle.dumps([packed(case, kernels.find("i8mm_bf16", "bf16"))]))
+    script = Path(__file__).with_name("aarch64_layers.py").read_text()
+    path = os.pathsep.join([str(python.installed()[1]), str(unpacked)])
+    done = aarch64.execute(script, str(file), "", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    (got,) = pickle.loads(file.with_suffix(".out").read_bytes())
+    assert_matches_reference(torch.from_numpy(got), case)
+
+
+def test_demanding_what_the_cpu_lacks_is_an_error(aarch64_modules, tmp_path):
     code = "from tvm_moe import isa; isa.choose('int8', 'i8mm_bf16')"
-    done = aarch64.execute(code, cpu=LESS, TVM_MOE_MODULES=str(modules))
+    done = aarch64.execute(code, cpu=LESS, TVM_MOE_MODULES=str(aarch64_modules))
     assert done.returncode == 1
     assert "UnsupportedISAError" in done.stderr
     assert "i8mm" in done.stderr.splitlines()[-1]

@@ -44,7 +44,7 @@ def test_every_architecture_has_every_dtype_for_every_cpu_and_the_table_climbs()
 
 
 def test_rows_that_cannot_be():
-    with pytest.raises(MoEError, match=r"rows must be 1..MR by row_group, got \(1, 2, 4\)"):
+    with pytest.raises(MoEError, match=r"rows must be 1 and row_group..MR by row_group, got \(1, 2, 4\)"):
         replace(TABLE[0], rows=(1, 2, 4))
     with pytest.raises(MoEError, match="NR must be a multiple of 32"):
         replace(TABLE[0], NR=48)

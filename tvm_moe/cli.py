@@ -118,14 +118,19 @@ def tune(
     threads: Threads = None,
     isa: Isa = None,
     out: Annotated[Path | None, typer.Option(help="Default: tune_logs/<cpu>.")] = None,
+    count_instructions: Annotated[
+        str | None,
+        typer.Option(metavar="CPU", help="For this AArch64 CPU (neoverse-v2, ...), by instructions under qemu."),
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Search the schedules' decisions on this CPU; a decision is kept where it beats the default. Can be resumed."""
     from . import tune_command
 
     made = tune_command.tune(
-        model or (), shape or (), checkpoint, dtype or (), trials, threads, isa, out, to_stderr=json_file == "-"
-    )
+        model or (), shape or (), checkpoint, dtype or (), trials, threads, isa, out, count_instructions,
+        to_stderr=json_file == "-",
+    )  # fmt: skip
     if json_file is not None:
         write_json(made, json_file)
 
@@ -171,6 +176,12 @@ def bench(
             "--beside-torch", help="Instead: a layer between torch matmuls, against each alone; 16,256 tokens."
         ),
     ] = False,
+    arm_instructions: Annotated[
+        bool,
+        typer.Option(
+            "--arm-instructions", help="Instead: executed instructions of AArch64 layers under qemu, beside vLLM's."
+        ),
+    ] = False,
     simulate_threads: Annotated[
         list[str] | None,
         typer.Option(
@@ -195,7 +206,8 @@ def bench(
     options = command.parse(
         model=model or (), shapes=shape or (), dtype=dtype or (), tokens=tokens or (), routings=routing or (),
         peers=peers or (), threads=threads, isa=isa, quick=quick, pack=pack, overheads=overheads,
-        plot=plot, beside_torch=beside_torch, simulate_threads=simulate_threads or (), simulate_costs=simulate_costs,
+        plot=plot, beside_torch=beside_torch, arm_instructions=arm_instructions,
+        simulate_threads=simulate_threads or (), simulate_costs=simulate_costs,
     )  # fmt: skip
     report = command.bench(options, to_stderr=json_file == "-")
     if json_file is not None:

@@ -21,3 +21,7 @@ class ModuleError(MoEError):
 
 class SlowPathWarning(UserWarning):
     """Something works, but slower than it could; said once per process and listed by ``explain()``."""
+
+
+class EmulationError(MoEError):
+    """AArch64 programs cannot be run on this machine; the message says what is missing."""

@@ -40,12 +40,14 @@ class MicroKernel:
     features: frozenset[str]  # CPU features the object code needs beyond the baseline
     target: tuple[tuple[str, str], ...]  # architecture -> mcpu, or "+feature,..." as LLVM names them ("": the baseline)
     # Activation rows one instruction reads. Where it is more than one, the rows of a tile lie interleaved, [K groups, rows,
-    # group], filled up to a multiple of it with a repeated row.
+    # group], filled up to a multiple of it with a repeated row; a row alone lies as it is, and its tile repeats it.
     row_group: int = 1
 
     def __post_init__(self) -> None:
-        if self.rows != tuple(range(self.row_group, self.MR + 1, self.row_group)):
-            raise MoEError(f"{self.isa}/{self.dtype}: rows must be 1..MR by row_group, got {self.rows}")
+        if set(self.rows) != {1, *range(self.row_group, self.MR + 1, self.row_group)} or list(self.rows) != sorted(
+            self.rows
+        ):
+            raise MoEError(f"{self.isa}/{self.dtype}: rows must be 1 and row_group..MR by row_group, got {self.rows}")
         if self.NR % 32 or self.group * ITEMSIZE[self.dtype] not in (4, 8):
             raise MoEError(f"{self.name}: NR must be a multiple of 32 and a K group 4 or 8 bytes")
 
@@ -112,11 +114,11 @@ TABLE: tuple[MicroKernel, ...] = (
     ),
     _arm(
         "i8mm_bf16", "int8", {"dotprod", "i8mm", "bf16"}, activation="int8", weight="int8", accumulator="int32",
-        rows=(2, 4, 6, 8), NR=32, group=8, offset=0, intrinsic="smmla", style="PairProduct", row_group=2,
+        rows=(1, 2, 4, 6, 8), NR=32, group=8, offset=0, intrinsic="smmla", style="PairProduct", row_group=2,
     ),
     _arm(
         "i8mm_bf16", "bf16", {"dotprod", "i8mm", "bf16"}, activation="uint16", weight="uint16", accumulator="float32",
-        rows=(2, 4, 6, 8), NR=32, group=4, offset=0, intrinsic="bfmmla", style="PairProduct", row_group=2,
+        rows=(1, 2, 4, 6, 8), NR=32, group=4, offset=0, intrinsic="bfmmla", style="PairProduct", row_group=2,
     ),
 )  # fmt: skip
 

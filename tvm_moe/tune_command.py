@@ -26,9 +26,9 @@ WORK = "work"  # in the log's folder: MetaSchedule's whole database; not committ
 
 def tune(
     model: Sequence[str], shapes: Sequence[str], checkpoint: Path | None, dtype: Sequence[str], trials: int,
-    count: int | None, isa: str | None, out: Path | None, to_stderr: bool,
+    count: int | None, isa: str | None, out: Path | None, counted: str | None, to_stderr: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Tune and write ``out``; the log as plain data."""
+    """Tune and write ``out``; the log as plain data. ``counted``: for this AArch64 CPU, by executed instructions."""
     console = Console(stderr=to_stderr)
     layers = wanted_layers(model, shapes, checkpoint)
     dtypes = wanted_dtypes(dtype)
@@ -36,32 +36,36 @@ def tune(
     from .compiler import trial
     from .compiler import tune as tuner
 
-    cpu = cpu_name()
+    cpu, cpu_key = (counted, tuning.named_arm_key(counted)) if counted else (cpu_name(), tuning.cpu_key())
+    arch = "aarch64" if counted else kernels.machine()
     folder = out or Path("tune_logs") / cpu
     work = folder / WORK
     try:
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MoEError(f"--out {folder}: cannot be made ({error.strerror}); give another folder") from None
-    count = count or threads.get_num_threads()
-    rows = [levels.choose(d, isa).kernel for d in dtypes]
+    count = 1 if counted else count or threads.get_num_threads()
+    rows = [
+        kernels.find(isa or kernels.LADDER[arch][-1], d) if counted else levels.choose(d, isa).kernel for d in dtypes
+    ]
     tasks = [task for kernel in rows for task in tuner.tasks(kernel, layers)]
-    done = known_records(folder)
+    done = known_records(folder, cpu_key)
     console.print(f"{len(tasks)} tasks of {trials} trials on {cpu}, {count} threads: at most about "
                   f"{len(tasks) * trials * FIRST_GUESS_SECONDS / 60:.0f} min; {folder}", highlight=False)  # fmt: skip
     fresh: list[Record] = []
-    with progress(console) as bar, closing(trial.Clock()) as clock:
+    with progress(console) as bar, closing(trial.Counter() if counted else trial.Clock()) as gauge:
+        described = about(cpu, cpu_key, count, gauge)
         line = bar.add_task("tuning", total=len(tasks))
         for task in tasks:
             bar.update(line, description=f"{task.label}, {sum(bool(r.decisions) for r in fresh)} improved")
-            made = tuner.tune(task, kernels.machine(), count, trials, work, clock, console.print)
+            made = tuner.tune(task, arch, count, trials, work, gauge, console.print)
             fresh.append(made)
             done[key(made)] = made
-            tuning.write(folder, about(cpu, count), sorted(done.values(), key=key))
+            tuning.write(folder, described, sorted(done.values(), key=key))
             bar.advance(line)
-    tuner.prune(work, folder, kernels.machine(), zip(tasks, fresh, strict=True))
-    console.print(table(fresh))
-    for kernel in rows:
+    tuner.prune(work, folder, arch, zip(tasks, fresh, strict=True))
+    console.print(table(fresh, described))
+    for kernel in () if counted else rows:
         modules.make_folder(modules.cache_folder())
         modules.build_tuned(kernel, kernels.machine(), modules.cache_folder(), [tuning.read(folder)], console.print)
     return {"folder": str(folder), "records": [asdict(r) | {"decisions": dict(r.decisions)} for r in fresh]}
@@ -100,15 +104,13 @@ def cpu_name() -> str:
     return codegen.llvm_get_system_cpu()
 
 
-def known_records(folder: Path) -> dict[tuple[Any, ...], Record]:
+def known_records(folder: Path, cpu_key: list[Any]) -> dict[tuple[Any, ...], Record]:
     """What an earlier run has found for this CPU; the log of another CPU is refused."""
     if not (folder / tuning.MANIFEST).exists():
         return {}
     found = tuning.read_json(folder / tuning.MANIFEST).get("cpu_key")
-    if found != tuning.cpu_key():
-        raise MoEError(
-            f"{folder} holds the log of another CPU ({found}, this is {tuning.cpu_key()}); give another --out"
-        )
+    if found != cpu_key:
+        raise MoEError(f"{folder} holds the log of another CPU ({found}, expected {cpu_key}); give another --out")
     return {key(r): r for r in tuning.read(folder).records}
 
 
@@ -116,15 +118,16 @@ def key(r: Record) -> tuple[Any, ...]:
     return r.kernel, r.stage, r.K, r.rows
 
 
-def about(cpu: str, count: int) -> dict[str, Any]:
-    """What the manifest says of the machine and of what was measured."""
+def about(cpu: str, cpu_key: list[Any], count: int, gauge: Any) -> dict[str, Any]:
+    """What the manifest says of the machine and of what was measured, by a `trial.Gauge`."""
     import tvm
 
     return {
-        "cpu": cpu, "cpu_key": tuning.cpu_key(), "brand": levels.brand(), "threads": count, "tvm": TVM_VERSION,
+        "cpu": cpu, "cpu_key": cpu_key, "brand": levels.brand() if gauge.unit == "us" else "", "threads": count,
+        "tvm": TVM_VERSION,
         "llvm": tvm.get_global_func("target.llvm_version_major")(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "measured": "hardware: median seconds of a pass over 256 MB of panels, default and tuned in turns",
+        "unit": gauge.unit, "measured": gauge.measured,
         "load": os.getloadavg()[0],
     }  # fmt: skip
 
@@ -134,12 +137,12 @@ def progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def table(found: Iterable[Record]) -> Table:
-    made = Table(title="default -> tuned", caption="us: a pass over 256 MB of panels, measured in turns.")
-    for name in ("dtype", "stage", "K", "rows", "default us", "tuned us", "ratio", "decisions"):
+def table(found: Iterable[Record], described: dict[str, Any]) -> Table:
+    made = Table(title="default -> tuned", caption=f"{described['unit']}; {described['measured']}.")
+    for name in ("dtype", "stage", "K", "rows", "default", "tuned", "ratio", "decisions"):
         made.add_column(name, no_wrap=True)
     for r in found:
         decisions = ", ".join(f"{name}={value}" for name, value in r.decisions) or "default"
-        times = (f"{r.default_us:.0f}", f"{r.tuned_us:.0f}", f"{r.default_us / r.tuned_us:.3f}")
+        times = (f"{r.default:.0f}", f"{r.tuned:.0f}", f"{r.default / r.tuned:.3f}")
         made.add_row(r.kernel.partition("_")[0], r.stage, str(r.K), str(r.rows), *times, decisions)
     return made

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -21,7 +22,7 @@ from . import isa
 from .errors import MoEError
 from .kernels import MicroKernel, by_name
 
-FORMAT = 1  # raise when a key of the manifest changes its meaning
+FORMAT = 2  # raise when a key of the manifest changes its meaning
 LOGS, ENVIRONMENT = Path(__file__).parent / "tune_logs", "TVM_MOE_TUNE_LOGS"
 STAGES = ("gate_up", "down")
 MANIFEST = "manifest.json"
@@ -30,15 +31,15 @@ Decisions = tuple[tuple[str, int], ...]  # (name, value), sorted; empty: the sch
 
 @dataclass(frozen=True)
 class Record:
-    """Decisions that won: medians of one pass over the weights in microseconds, default against tuned, interleaved."""
+    """Decisions that won; what the default and the tuned tile cost, in the unit of the manifest."""
 
     kernel: str  # name of the micro-kernel row
     stage: str
     K: int
     rows: int
     decisions: Decisions
-    default_us: float
-    tuned_us: float
+    default: float
+    tuned: float
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,39 @@ def source(record: Record | None, K: int, rows: int) -> str:
 
 
 def cpu_key() -> list[Any]:
-    """[vendor, family, model / 16] of this CPU, by which logs say whose they are; [] where CPUID does not tell."""
+    """[vendor, family, model / 16] of this CPU, by which logs say whose they are; [] where it does not tell.
+
+    On AArch64 [implementer, part, 0], of `ARM_CPUS` for instance.
+    """
     if isa.machine() != "x86_64":
-        return []
+        return arm_key(Path("/proc/cpuinfo"))
     _, b, c, d = isa.cpuid(0, 0)
     vendor = b"".join(r.to_bytes(4, "little") for r in (b, d, c)).decode("ascii", "replace")
     signature = isa.cpuid(1, 0)[0]
     family, model = signature >> 8 & 0xF, signature >> 4 & 0xF
     return [vendor, family + (signature >> 20 & 0xFF) if family == 0xF else family, signature >> 16 & 0xF or model]
+
+
+ARM_CPUS = {"neoverse-n1": 0xD0C, "neoverse-v1": 0xD40, "neoverse-n2": 0xD49, "neoverse-v2": 0xD4F}  # parts, by Arm
+
+
+def named_arm_key(name: str) -> list[Any]:
+    """The key of an Arm CPU by LLVM's name of it."""
+    if name not in ARM_CPUS:
+        raise MoEError(f"unknown CPU {name!r}; expected one of {', '.join(ARM_CPUS)}")
+    return ["0x41", ARM_CPUS[name], 0]
+
+
+def arm_key(cpuinfo: Path) -> list[Any]:
+    """Of the first core that Linux lists."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return []
+    implementer, part = (
+        re.search(rf"^CPU {name}\s*:\s*(0x[0-9a-f]+)$", text, re.M) for name in ("implementer", "part")
+    )
+    return [implementer[1], int(part[1], 16), 0] if implementer and part else []
 
 
 @cache
@@ -159,7 +185,7 @@ def read(folder: Path) -> Logs:
 
 def record(entry: dict[str, Any]) -> Record:
     decisions = tuple(sorted((str(name), int(value)) for name, value in entry["decisions"].items()))
-    numbers = {name: float(entry[name]) for name in ("default_us", "tuned_us")}
+    numbers = {name: float(entry[name]) for name in ("default", "tuned")}
     if not all(0 < v < math.inf for v in numbers.values()) or min(entry["K"], entry["rows"]) < 1:
         raise ValueError(f"K, rows and times must be positive, got {entry}")
     return Record(entry["kernel"], entry["stage"], int(entry["K"]), int(entry["rows"]), decisions, **numbers)

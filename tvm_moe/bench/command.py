@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .. import models
+from .. import models, modules
 from ..errors import MoEError
 from . import beside, overheads, packing, report, routing, run, simulate
 from . import plot as plots
@@ -22,14 +22,25 @@ DEFAULT_MODEL = "qwen3-30b-a3b"
 def parse(
     *, model: Iterable[str], shapes: Iterable[str], dtype: Iterable[str], tokens: Iterable[str], routings: Iterable[str],
     peers: Iterable[str], threads: int | None, isa: str | None, quick: bool, pack: bool, overheads: bool,
-    plot: Path | None, beside_torch: bool, simulate_threads: Iterable[str], simulate_costs: str | None,
+    plot: Path | None, beside_torch: bool, arm_instructions: bool, simulate_threads: Iterable[str],
+    simulate_costs: str | None,
 ) -> Options:  # fmt: skip
     """Lists come as given: repeated, or with commas."""
     own = tuple(shape(text) for text in shapes)
     names = split(model) or (() if own else (DEFAULT_MODEL,))
     simulated = numbers("--simulate-threads", simulate_threads)
     cells_only = {"peers": peers, "pack": pack, "overheads": overheads, "plot": plot}
-    if simulated:
+    layers = {
+        "model": model,
+        "shape": shapes,
+        "tokens": tokens,
+        "routing": routings,
+        "threads": threads,
+        "quick": quick,
+    }
+    if arm_instructions:
+        alone("--arm-instructions", **cells_only, **layers, beside_torch=beside_torch, simulate_threads=simulated)
+    elif simulated:
         alone("--simulate-threads", **cells_only, beside_torch=beside_torch, threads=threads, quick=quick)
     elif beside_torch:
         alone("--beside-torch", **cells_only)
@@ -48,6 +59,7 @@ def parse(
         pack=pack,
         overheads=overheads,
         beside_torch=beside_torch,
+        arm_instructions=arm_instructions,
         simulate_threads=simulated,
         costs=Costs.parse(simulate_costs or ""),
     )
@@ -73,6 +85,11 @@ def bench(options: Options, to_stderr: bool) -> dict[str, Any]:
 
 
 def measured(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
+    if options.arm_instructions:
+        modules.require_compiler("building AArch64 modules")
+        from . import arm  # needs the compiler
+
+        return arm.run(options, say)
     if options.simulate_threads:
         return simulate.run(options, say)
     if options.beside_torch:

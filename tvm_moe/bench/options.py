@@ -32,7 +32,8 @@ class Options:
     pack: bool = False
     overheads: bool = False
     beside_torch: bool = False  # in place of all these
-    simulate_threads: tuple[int, ...] = ()  # in place of everything
+    arm_instructions: bool = False  # in place of everything, and so are these
+    simulate_threads: tuple[int, ...] = ()
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:

@@ -36,10 +36,11 @@ def f32_to_bf16(value: tirx.PrimExpr) -> tirx.PrimExpr:
     sixteen = tirx.const(16, "uint32")
 
     def rounded(bits: tirx.Var) -> tirx.PrimExpr:
-        nearest = (bits + ((bits >> sixteen) & tirx.const(1, "uint32")) + tirx.const(0x7FFF, "uint32")) >> sixteen
-        quiet = (bits >> sixteen) | tirx.const(0x40, "uint32")
+        nearest = bits + ((bits >> sixteen) & tirx.const(1, "uint32")) + tirx.const(0x7FFF, "uint32")
+        quiet = bits | tirx.const(0x400000, "uint32")
         magnitude = bits & tirx.const(0x7FFFFFFF, "uint32")
-        return tirx.Select(magnitude > tirx.const(0x7F800000, "uint32"), quiet, nearest).astype("uint16")
+        kept = tirx.Select(magnitude > tirx.const(0x7F800000, "uint32"), quiet, nearest)
+        return (kept >> sixteen).astype("uint16")
 
     return let(tirx.reinterpret("uint32", value), rounded)
 
@@ -81,14 +82,14 @@ def gemm_tile(
 
 def column_block(rows: int) -> int:
     """Columns whose sums a tile of pairs of rows keeps at once: 16 of 32 registers, 24 of them for three pairs."""
-    return {2: 32, 4: 16, 6: 16, 8: 8}[rows]
+    return {1: 32, 2: 32, 4: 16, 6: 16, 8: 8}[rows]
 
 
 def paired_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None, first: bool) -> tirx.PrimFunc:
     """The same of interleaved rows, x [k_groups, rows, group]; sums are kept in blocks of 2x2, blocks of columns outside.
 
     The running sum is added last, not picked apart into blocks first, and not at all to the ``first`` chunk's: these kernels
-    start from zero. A chunk is one chain.
+    start from zero. A chunk is one chain. A row alone meets the instruction twice.
     """
     NR, group, block = kernel.NR, kernel.group, column_block(rows_in_tile)
     k_groups, stride = i64("k_groups"), i64("stride")
@@ -101,10 +102,10 @@ def paired_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | Non
     k = te.reduce_axis((0, k_groups * group), "k")
 
     def product(b: tirx.Var, ro: tirx.Var, co: tirx.Var, ri: tirx.Var, ci: tirx.Var) -> tirx.PrimExpr:
-        a = operand(kernel, x[k // group, ro * 2 + ri, k % group])
+        a = operand(kernel, x[k // group, 0 if rows_in_tile == 1 else ro * 2 + ri, k % group])
         return te.sum(a * operand(kernel, w[k // group, b * block + co * 2 + ci, k % group]), axis=k)
 
-    acc = te.compute((NR // block, rows_in_tile // 2, block // 2, 2, 2), product, name="acc")
+    acc = te.compute((NR // block, -(-rows_in_tile // 2), block // 2, 2, 2), product, name="acc")
 
     def total(r: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
         sum_of_chunk = acc[n // block, r // 2, n % block // 2, r % 2, n % 2]

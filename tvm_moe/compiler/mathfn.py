@@ -80,11 +80,16 @@ def exp(x: tirx.PrimExpr) -> tirx.PrimExpr:
 
 
 def exp_polynomial(r: tirx.Var) -> tirx.PrimExpr:
-    """e^r for |r| <= ln(2) / 2."""
-    p = f32(1.9875691500e-4)
-    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = p * r + f32(c)
-    return p * r * r + r + f32(1.0)
+    """e^r for |r| <= ln(2) / 2, by Estrin's scheme: fewer steps one after the other than Horner's, and fewer copies."""
+    c5, c4, c3, c2, c1, c0 = map(
+        f32, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+    )
+
+    def powers(r2: tirx.Var) -> tirx.PrimExpr:
+        p = (c5 * r + c4) * r2 + (c3 * r + c2)
+        return (p * r2 + (c1 * r + c0)) * r2 + r + f32(1.0)
+
+    return let(r * r, powers)
 
 
 def silu(g: tirx.PrimExpr, alpha: tirx.PrimExpr | None = None) -> tirx.PrimExpr:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import tvm
 import tvm_ffi
@@ -108,15 +109,13 @@ def panels(kernel: MicroKernel, arch: str, chosen: Choice | None) -> tuple[dict[
 def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tvm.IRModule:
     """The whole module of one row of the table for one architecture; ``chosen``: by a tune log, None: all defaults."""
     tail = compute.i64("columns")
+    activation = partial(elementwise.activation, lanes=kernel.NR // 4)
     panel_functions, down_panel = panels(kernel, arch, chosen)
     functions = {
         **panel_functions,
         **family(
             N.activate,
-            {
-                a.code: scheduled(compute.epilogue_gate_up(kernel, a), elementwise.epilogue)
-                for a in ACTIVATIONS.values()
-            },
+            {a.code: scheduled(compute.epilogue_gate_up(kernel, a), activation) for a in ACTIVATIONS.values()},
         ),
         N.epilogue_down: scheduled(compute.epilogue_down(kernel), elementwise.epilogue),
         **family(

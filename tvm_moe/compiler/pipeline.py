@@ -13,6 +13,8 @@ from tvm.ir import PointerType, PrimType
 from tvm.s_tir.pipeline import default_s_tir_pipeline
 from tvm.tirx import compilation_pipeline
 
+from .streams import STEPS, stream_loads
+
 PIPELINE = "tvm_moe"
 
 
@@ -69,9 +71,10 @@ def unroll_steps(func: tirx.PrimFunc, mod: Any, ctx: Any) -> tirx.PrimFunc:
         if steps == 1:
             return loop
         many = loop.extent // steps
+        kept = {name: value for name, value in loop.annotations.items() if name != UNROLL} | {STEPS: steps}
         q, u, rest = (tirx.Var(name, loop.loop_var.ty) for name in ("q", "u", "rest"))
         inner = tirx.For(u, 0, steps, tirx.ForKind.UNROLLED, at(loop, q * steps + u))
-        outer = tirx.For(q, 0, many, loop.kind, inner)
+        outer = tirx.For(q, 0, many, loop.kind, inner, annotations=kept)
         last = tirx.For(rest, 0, loop.extent - many * steps, loop.kind, at(loop, many * steps + rest))
         return tirx.SeqStmt([outer, last])
 
@@ -101,6 +104,7 @@ def passes() -> list[Any]:
         tirx.transform.ConvertSSA(),
         tirx.transform.UnrollLoop(),
         tirx.transform.StmtSimplify(),
+        stream_loads,
         tirx.transform.RemoveNoOp(),
         s_tir.transform.RewriteUnsafeSelect(),
         tirx.transform.VerifyMemory(),

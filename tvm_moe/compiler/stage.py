@@ -56,6 +56,14 @@ class Task:
     def panels(self) -> int:
         return max(2, WEIGHT_BYTES // self.panel_bytes)
 
+    def bytes_of(self, panels: int) -> dict[str, int]:
+        """Of the arrays of `entry` in order, one thread, all row ids 0."""
+        kernel, rows = self.kernel, self.block_rows + self.kernel.row_group
+        return {
+            "x": rows * self.groups * kernel.group * kernel.itemsize, "w": panels * self.panel_bytes,
+            "rows": ROW_SETS * self.block_rows * 4, "start": kernel.NR * 4, "acc": rows * kernel.NR * 4,
+        }  # fmt: skip
+
 
 def buckets(kernel: MicroKernel) -> tuple[int, ...]:
     """Row counts that are tuned; others take the nearest: 1, 2, 4, ... and MR."""

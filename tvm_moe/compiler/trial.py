@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tvm
 import tvm_ffi
@@ -16,11 +16,12 @@ from tvm.s_tir import meta_schedule as ms
 
 from tvm_moe.schedules.skeleton import DECISION
 
+from ..emulation.counting import Guest
 from ..tuning import Decisions
 from . import build, stage, stage_worker
 from .stage import Task
 
-PASSES = 5
+PASSES, COUNTED_PANELS = 5, 16  # so many that the call itself, thousands of instructions, is a few percent
 TIMEOUT_SECONDS = 60
 
 
@@ -36,13 +37,29 @@ def decisions_of(mod: tvm.IRModule) -> Decisions:
     return tuple(sorted(found.items()))
 
 
+class Gauge(Protocol):
+    """Tells what modules of a task cost, on hardware (`Clock`) or by counting (`Counter`)."""
+
+    unit: str
+    scale: float  # of a cost to the unit
+    measured: str  # what the manifest says of it
+
+    def costs(self, paths: list[Path], task: Task, threads: int, passes: int) -> list[list[float]]:
+        """Of each module, ``passes`` figures."""
+
+    def close(self) -> None: ...
+
+
 class Clock:
-    """The worker process; a new one after a crash or a hang."""
+    """Seconds, in a worker process; a new one after a crash or a hang."""
+
+    unit, scale = "us", 1e6
+    measured = "hardware: median of passes over 256 MB of panels, default and tuned in turns"
 
     def __init__(self) -> None:
         self.pool: ProcessPoolExecutor | None = None
 
-    def seconds(self, paths: list[Path], task: Task, threads: int, passes: int) -> list[list[float]]:
+    def costs(self, paths: list[Path], task: Task, threads: int, passes: int) -> list[list[float]]:
         self.pool = self.pool or ProcessPoolExecutor(
             1, mp_context=get_context("spawn"), initializer=stage_worker.end_with_parent
         )
@@ -61,11 +78,31 @@ class Clock:
             self.pool = None
 
 
-class Meter:
-    """Builds and times modules of one task."""
+class Counter:
+    """Executed instructions under emulation, of AArch64 modules."""
 
-    def __init__(self, task: Task, arch: str, threads: int, folder: Path, clock: Clock) -> None:
-        self.task, self.arch, self.threads, self.folder, self.clock = task, arch, threads, folder, clock
+    unit, scale = "instructions", 1.0
+    measured = (
+        "executed instructions of a pass over 16 panels under qemu-user: tuned by instruction count, not on hardware"
+    )
+
+    def __init__(self) -> None:
+        self.guest = Guest()
+
+    def costs(self, paths: list[Path], task: Task, threads: int, passes: int) -> list[list[float]]:
+        job = {"paths": list(map(str, paths)), "bytes_of": task.bytes_of(COUNTED_PANELS), "panels": COUNTED_PANELS}
+        found = self.guest.regions("stages", **job)
+        return [[float(executed["all"])] * passes for _, executed in found]
+
+    def close(self) -> None:
+        self.guest.close()
+
+
+class Meter:
+    """Builds and measures modules of one task."""
+
+    def __init__(self, task: Task, arch: str, threads: int, folder: Path, gauge: Gauge) -> None:
+        self.task, self.arch, self.threads, self.folder, self.gauge = task, arch, threads, folder, gauge
         self.built: dict[Decisions, Path] = {}
 
     def build(self, decisions: Decisions) -> Path:
@@ -75,8 +112,8 @@ class Meter:
             self.built[decisions] = path
         return self.built[decisions]
 
-    def seconds(self, paths: list[Path], passes: int) -> list[list[float]]:
-        return self.clock.seconds(paths, self.task, self.threads, passes)
+    def costs(self, paths: list[Path], passes: int) -> list[list[float]]:
+        return self.gauge.costs(paths, self.task, self.threads, passes)
 
 
 @derived_object
@@ -112,7 +149,7 @@ class Done(ms.runner.PyRunnerFuture):
 
 @derived_object
 class Runner(ms.runner.PyRunner):
-    """Times one module at a time in the worker process."""
+    """Measures one module at a time."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -123,6 +160,6 @@ class Runner(ms.runner.PyRunner):
 
     def one(self, path: Path) -> Any:
         try:
-            return ms.runner.RunnerResult(self.meter.seconds([path], PASSES)[0], None)
+            return ms.runner.RunnerResult(self.meter.costs([path], PASSES)[0], None)
         except Exception as error:
             return ms.runner.RunnerResult(None, f"{type(error).__name__}: {error}")

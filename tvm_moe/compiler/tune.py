@@ -28,7 +28,7 @@ from ..kernels import TABLE, MicroKernel
 from ..tuning import STAGES, Decisions, Record
 from . import build, compute, intrin, stage
 from .stage import Task
-from .trial import Builder, Clock, Meter, Runner, decisions_of
+from .trial import Builder, Gauge, Meter, Runner, decisions_of
 
 DUEL_PASSES = 15
 WIN = 1.01  # a record must be this much faster than the default in turns with it, and faster in three turns of four
@@ -71,12 +71,12 @@ def spaces(task: Task, arch: str) -> Callable[[Schedule], list[Schedule]]:
     return generate
 
 
-def tune(task: Task, arch: str, threads: int, trials: int, work: Path, clock: Clock, say: Show) -> Record:
+def tune(task: Task, arch: str, threads: int, trials: int, work: Path, gauge: Gauge, say: Show) -> Record:
     """Search what is left of ``trials`` (records of an earlier run count), then duel with the default."""
     mod = workload(task)
     database = open_database(work)
     with tempfile.TemporaryDirectory(prefix="tvm_moe-tune-") as folder:
-        meter = Meter(task, arch, threads, Path(folder), clock)
+        meter = Meter(task, arch, threads, Path(folder), gauge)
         if (left := trials - len(trials_of(database, mod))) > 0:
             search(mod, database, meter, left)
         return duel(task, without_defaults(task, best(database, mod, say), arch), meter)
@@ -160,8 +160,8 @@ def best(database: Any, mod: tvm.IRModule, say: Show) -> Decisions:
 def duel(task: Task, found: Decisions, meter: Meter) -> Record:
     """Default against found, in turns; a record without decisions is one where the default won."""
     paths = [meter.build(decisions) for decisions in dict.fromkeys(((), found))]
-    times = meter.seconds(paths, DUEL_PASSES)
-    default, tuned = (statistics.median(passes) * 1e6 for passes in (times[0], times[-1]))
+    times = meter.costs(paths, DUEL_PASSES)
+    default, tuned = (statistics.median(passes) * meter.gauge.scale for passes in (times[0], times[-1]))
     quartile, ratio, _ = statistics.quantiles((a / b for a, b in zip(times[0], times[-1], strict=True)), n=4)
     won = found if ratio >= WIN and quartile > 1 else ()
     return Record(task.kernel.name, task.stage, task.K, task.rows, won, default, tuned if won else default)

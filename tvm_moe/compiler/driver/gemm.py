@@ -20,9 +20,9 @@ def first_row(kernel: MicroKernel, n: tirx.PrimExpr, i: tirx.PrimExpr, tiles: ti
 
 
 def filled(kernel: MicroKernel, rows: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Rows up to a whole row group."""
+    """Rows up to a whole row group; a row alone has a tile of its own."""
     g = kernel.row_group
-    return rows if g == 1 else (rows + (g - 1)) // g * g
+    return rows if g == 1 else tirx.Select(rows == 1, rows, (rows + (g - 1)) // g * g)
 
 
 def own_rows(kernel: MicroKernel, P: tirx.Buffer, th: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -155,7 +155,10 @@ def check_panel(kernel: MicroKernel) -> tirx.PrimFunc:
 
 
 def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
-    """One block of an expert's rows against a group of gate/up panels, with activation."""
+    """One block of an expert's rows against a group of gate/up panels, with activation.
+
+    ``new``: 0 where this thread still has the block's rows interleaved.
+    """
     NR, size = kernel.NR, kernel.itemsize
     panel_bytes = NR * kernel.group * size
     paired = kernel.row_group > 1
@@ -165,8 +168,8 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
     @T.prim_func(private=True, s_tir=True)
     def gate_up_item(
-        th: T.int64, b: T.int64, g: T.int64, next_at: T.int64, plan: T.handle("int64"), scratch: T.handle,
-        blocks: T.handle("int32"),
+        th: T.int64, b: T.int64, g: T.int64, next_at: T.int64, new: T.int64, plan: T.handle("int64"),
+        scratch: T.handle, blocks: T.handle("int32"), row_ids: T.handle("int32"),
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         w13: T.let = T.handle_add_byte_offset(plan, P[F.FROM_W13])
@@ -186,9 +189,14 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
         h: T.let = T.handle_add_byte_offset(
             scratch, (P[F.AT_HF] if staged else P[F.AT_H]) + row * P[F.H_LD] * T.int64(out_size)
         )
-        x: T.let = T.handle_add_byte_offset(scratch, own_rows(kernel, P, th) if paired else P[F.AT_X])
-        if paired:
-            interleave(n, T.handle_add_byte_offset(scratch, P[F.AT_X]), P[F.X_LD], rows, P[F.K13], x)
+        R = T.decl_buffer((P[F.TOKENS] * P[F.TOP_K],), "int32", data=row_ids)
+        alone: T.let = P[F.AT_X] + T.Cast("int64", R[first]) * P[F.X_LD] * T.int64(size)
+        x: T.let = T.handle_add_byte_offset(
+            scratch, T.if_then_else(n == T.int64(1), alone, own_rows(kernel, P, th)) if paired else P[F.AT_X]
+        )
+        if paired:  # noqa: SIM102  (Python decides about this one, the compiled code about the next)
+            if new != T.int64(0) and n > T.int64(1):
+                interleave(n, T.handle_add_byte_offset(scratch, P[F.AT_X]), P[F.X_LD], rows, P[F.K13], x)
         panels: T.let = T.min(P[F.GROUP13], P[F.PANELS13] - g * P[F.GROUP13])
         for i in range(panels):
             p: T.let = g * P[F.GROUP13] + i

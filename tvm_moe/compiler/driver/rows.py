@@ -10,6 +10,8 @@ from ...plan import PREPARE_ROWS
 from .gemm import filled, finished_rows, first_row, own_rows
 from .names import FIELDS, F, N
 
+UNROLL = 4  # K groups of a row at a time
+
 
 def prepare_item(kernel: MicroKernel) -> tirx.PrimFunc:
     """Quantize (INT8) or convert (BF16) a few rows of hidden_states; the K padding must be finite: zero."""
@@ -65,8 +67,14 @@ def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
             count: T.let = filled(kernel, r1 - r0)
             for r in range(count):
                 row: T.let = T.Cast("int64", R[T.min(r0 + r, r1 - T.int64(1))])
-                for q in range(k_groups):
-                    O[r0 * ld_units + q * count + r] = X[row, q]
+                to: T.let = r0 * ld_units + r
+                for some in range(k_groups // T.int64(UNROLL)):
+                    for u in T.unroll(UNROLL):
+                        q: T.let = some * T.int64(UNROLL) + u
+                        O[to + q * count] = X[row, q]
+                for rest in range(k_groups % T.int64(UNROLL)):
+                    q: T.let = k_groups // T.int64(UNROLL) * T.int64(UNROLL) + rest
+                    O[to + q * count] = X[row, q]
 
     return interleave
 
@@ -90,7 +98,8 @@ def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
         h: T.let = finished_rows(kernel, P, b, first)
         complete: T.let = T.handle_add_byte_offset(scratch, ring)
         finished: T.let = T.handle_add_byte_offset(scratch, h)
-        rounded: T.let = T.handle_add_byte_offset(scratch, own if paired else h)
+        # A row alone is not interleaved: quantized, it goes where it stays.
+        rounded: T.let = T.handle_add_byte_offset(scratch, T.if_then_else(n == T.int64(1), h, own) if paired else h)
         if quantized:
             prepare(
                 T.int64(1), complete,
@@ -100,11 +109,12 @@ def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
             )  # fmt: skip
         if not quantized and not paired:
             T.evaluate(0)
-        if paired:
-            interleave(
-                n, rounded if quantized else complete, P[F.H_LD],
-                T.handle_add_byte_offset(scratch, P[F.AT_IOTA]), P[F.H_LD] // T.int64(kernel.group), finished,
-            )  # fmt: skip
+        if paired:  # noqa: SIM102  (Python decides about this one, the compiled code about the next)
+            if n > T.int64(1 if quantized else 0):
+                interleave(
+                    n, rounded if quantized else complete, P[F.H_LD],
+                    T.handle_add_byte_offset(scratch, P[F.AT_IOTA]), P[F.H_LD] // T.int64(kernel.group), finished,
+                )  # fmt: skip
 
     return finish_block
 

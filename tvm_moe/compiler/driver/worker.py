@@ -38,6 +38,9 @@ def worker() -> tirx.PrimFunc:
         ticket = T.alloc_buffer((2,), "int64", scope="local")  # the item at hand, and the one after it
         done = T.alloc_buffer((1,), "int64", scope="local")
         next_at = T.alloc_buffer((1,), "int64", scope="local")
+        last = T.alloc_buffer((1,), "int64", scope="local")  # the block whose rows this thread has rearranged
+        last[0] = T.int64(-1)
+        row_ids: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ROWS])
         ticket[1] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_TICKET]), T.int64(1)) - T.int64(1)
         while ticket[1] < end:
             ticket[0] = ticket[1]
@@ -54,10 +57,13 @@ def worker() -> tirx.PrimFunc:
                 T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[SYNC_PREPARED]), prepares))
                 if b >= P[F.RING_H]:
                     T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b - P[F.RING_H]]), T.int64(1)))
-                gate_up_item(th, b, g, next_at[0], plan, scratch, blocks)
+                new: T.let = T.Cast("int64", last[0] != b)
+                gate_up_item(th, b, g, next_at[0], new, plan, scratch, blocks, row_ids)
+                last[0] = b
                 done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_BLOCKS + b]), T.int64(1))
                 if done[0] == P[F.ITEMS13]:
                     finish_block(th, b, plan, scratch, blocks)
+                    last[0] = T.int64(-1)
                     T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[ready + b]), T.int64(1)))
             else:
                 j: T.let = (ticket[0] - down_from) // round_items

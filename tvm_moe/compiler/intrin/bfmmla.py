@@ -9,6 +9,7 @@ from functools import cache
 
 from tvm import tirx
 
+from . import stream
 from .dot import pairs
 
 LANES = 2
@@ -26,7 +27,9 @@ def tensor_intrin() -> str:
 
 
 def llvm_ir(mcpu: str) -> str:
-    return f"""
+    return (
+        stream.llvm_ir(mcpu)
+        + f"""
 declare <4 x float> @llvm.aarch64.neon.bfmmla(<4 x float>, <8 x bfloat>, <8 x bfloat>)
 define <4 x float> @{FUNCTION}(<4 x float> %c, <4 x i32> %a, <4 x i32> %b) #0 {{
   %x = bitcast <4 x i32> %a to <8 x bfloat>
@@ -36,3 +39,4 @@ define <4 x float> @{FUNCTION}(<4 x float> %c, <4 x i32> %a, <4 x i32> %b) #0 {{
 }}
 attributes #0 = {{ alwaysinline "target-features"="{mcpu}" }}
 """
+    )

@@ -68,39 +68,55 @@ def dot(name: str, lanes: int, group: int, types: tuple[str, str, str], multiply
     return name
 
 
+ALONE = "_alone"  # suffix of the intrinsic that takes one row twice
+
+
 def pairs(name: str, group: int, types: tuple[str, str], multiply: Multiply) -> str:
-    """2x2 sums += ``group`` products each, of two interleaved rows with two columns; ``types``: of operands and sums."""
+    """2x2 sums += ``group`` products each, of two interleaved rows with two columns; ``types``: of operands and sums.
+
+    Registers and returns ``name``, and ``name + ALONE``.
+    """
+    pair(name, 2, group, types, multiply)
+    pair(name + ALONE, 1, group, types, multiply)
+    return name
+
+
+def pair(name: str, rows: int, group: int, types: tuple[str, str], multiply: Multiply) -> None:
     operand, accumulator = types
     integer = accumulator == "int32"
 
+    def both(loaded: tirx.PrimExpr) -> tirx.PrimExpr:
+        if rows == 2:
+            return loaded
+        return tirx.reinterpret(f"{operand}x{2 * group}", tirx.Broadcast(tirx.reinterpret("int64", loaded), 2))
+
     @T.prim_func(s_tir=True)
     def description(a: T.handle, b: T.handle, c: T.handle) -> None:
-        A = T.match_buffer(a, (2, group), operand, offset_factor=1)
+        A = T.match_buffer(a, (rows, group), operand, offset_factor=1)
         B = T.match_buffer(b, (2, group), operand, offset_factor=1)
         C = T.match_buffer(c, (2, 2), accumulator, offset_factor=1, scope="local")
         with T.sblock("root"):
-            T.reads(C[0:2, 0:2], A[0:2, 0:group], B[0:2, 0:group])
+            T.reads(C[0:2, 0:2], A[0:rows, 0:group], B[0:2, 0:group])
             T.writes(C[0:2, 0:2])
             for i, j, k in T.grid(2, 2, group):
                 with T.sblock("update"):
                     vi, vj, vk = T.axis.remap("SSR", [i, j, k])
-                    T.reads(C[vi, vj], A[vi, vk], B[vj, vk])
+                    T.reads(C[vi, vj], A[vi * (rows - 1), vk], B[vj, vk])
                     T.writes(C[vi, vj])
-                    C[vi, vj] = C[vi, vj] + product(A[vi, vk], B[vj, vk], integer)
+                    C[vi, vj] = C[vi, vj] + product(A[vi * (rows - 1), vk], B[vj, vk], integer)
 
     @T.prim_func(s_tir=True)
     def implementation(a: T.handle, b: T.handle, c: T.handle) -> None:
-        A = T.match_buffer(a, (2, group), operand, offset_factor=1)
+        A = T.match_buffer(a, (rows, group), operand, offset_factor=1)
         B = T.match_buffer(b, (2, group), operand, offset_factor=1)
         C = T.match_buffer(c, (2, 2), accumulator, offset_factor=1, scope="local")
         with T.sblock("root"):
-            T.reads(C[0:2, 0:2], A[0:2, 0:group], B[0:2, 0:group])
+            T.reads(C[0:2, 0:2], A[0:rows, 0:group], B[0:2, 0:group])
             T.writes(C[0:2, 0:2])
             C[0, T.ramp(T.int32(0), 1, 4)] = multiply(
                 C.vload([0, 0], f"{accumulator}x4"),
-                A.vload([0, 0], f"{operand}x{2 * group}"),
+                both(A.vload([0, 0], f"{operand}x{rows * group}")),
                 B.vload([0, 0], f"{operand}x{2 * group}"),
             )
 
     TensorIntrin.register(name, description, implementation)
-    return name

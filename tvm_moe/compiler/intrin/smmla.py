@@ -6,6 +6,7 @@ from functools import cache
 
 from tvm import tirx
 
+from . import stream
 from .dot import pairs
 
 LANES = 2
@@ -21,4 +22,4 @@ def tensor_intrin() -> str:
 
 
 def llvm_ir(mcpu: str) -> str:
-    return ""
+    return stream.llvm_ir(mcpu)
