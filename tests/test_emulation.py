@@ -87,6 +87,16 @@ def test_the_table_of_the_benchmark(tmp_path):
         assert rows[dtype, 64]["executed"][name] <= 1.04 * rows[dtype, 64]["needed_products"]
 
 
+def test_levels_of_other_architectures_are_refused(tmp_path):
+    for command in (
+        ["bench", "--arm-instructions"],
+        ["tune", "--count-instructions", "neoverse-v2", "--out", str(tmp_path)],
+    ):
+        done = CliRunner().invoke(app, [*command, "--isa", "avx512_vnni"])
+        assert done.exit_code == 2
+        assert "'avx512_vnni' is no level of aarch64; expected one of generic" in " ".join(done.output.split())
+
+
 @pytest.mark.parametrize("extra", [["--tokens", "4"], ["--peers", "vllm"], ["--beside-torch"], ["--quick"]])
 def test_nothing_goes_with_it(extra):
     done = CliRunner().invoke(app, ["bench", "--arm-instructions", *extra])

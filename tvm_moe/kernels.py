@@ -144,6 +144,14 @@ def find(isa: str, dtype: str) -> MicroKernel:
     raise MoEError(f"no kernel for isa={isa!r}, dtype={dtype!r}; existing: {', '.join(k.key for k in TABLE)}")
 
 
+def find_on(arch: str, isa: str, dtype: str) -> MicroKernel:
+    """The row of a level of that architecture, whatever this machine is."""
+    kernel = find(isa, dtype)
+    if arch not in kernel.arches:
+        raise MoEError(f"isa={isa!r} is no level of {arch}; expected one of {', '.join(LADDER[arch])}")
+    return kernel
+
+
 def by_name(name: str) -> MicroKernel | None:
     """The row that is called ``name`` (what packed files and module manifests record)."""
     return next((kernel for kernel in TABLE if kernel.name == name), None)

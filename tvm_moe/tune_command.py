@@ -21,6 +21,7 @@ from .manifest import TVM_VERSION
 from .tuning import Record
 
 FIRST_GUESS_SECONDS = 2.0  # a trial, before any has run: building takes most of it
+FILE_WIDTH = 130  # of the table in a file; a terminal has its own
 WORK = "work"  # in the log's folder: MetaSchedule's whole database; not committed
 
 
@@ -30,6 +31,8 @@ def tune(
 ) -> dict[str, Any]:  # fmt: skip
     """Tune and write ``out``; the log as plain data. ``counted``: for this AArch64 CPU, by executed instructions."""
     console = Console(stderr=to_stderr)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     layers = wanted_layers(model, shapes, checkpoint)
     dtypes = wanted_dtypes(dtype)
     modules.require_compiler("tuning")
@@ -46,7 +49,8 @@ def tune(
         raise MoEError(f"--out {folder}: cannot be made ({error.strerror}); give another folder") from None
     count = 1 if counted else count or threads.get_num_threads()
     rows = [
-        kernels.find(isa or kernels.LADDER[arch][-1], d) if counted else levels.choose(d, isa).kernel for d in dtypes
+        kernels.find_on(arch, isa or kernels.LADDER[arch][-1], d) if counted else levels.choose(d, isa).kernel
+        for d in dtypes
     ]
     tasks = [task for kernel in rows for task in tuner.tasks(kernel, layers)]
     done = known_records(folder, cpu_key)

@@ -1,7 +1,7 @@
 """Executed instructions of AArch64 layers on any machine, beside those of vLLM's.
 
-Times under emulation mean nothing; instructions are exact and repeatable. One call on one thread, SiLU, no bias, weights
-and inputs random, routing fixed: so many rows for each expert.
+Times under emulation mean nothing; instructions are exact, but for a few dozen of the interpreter's. One call on one
+thread, SiLU, no bias, weights and inputs random, routing fixed: so many rows for each expert.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from ..compiler import build
 from ..emulation.counting import Guest
-from ..kernels import MicroKernel, find
+from ..kernels import MicroKernel, find_on
 from ..modules import filename
 from . import machine
 from .options import Options
 
-ARCH, LEVEL, REGIONS = "aarch64", "i8mm_bf16", 255
+ARCH, LEVEL = "aarch64", "i8mm_bf16"
 HIDDEN, INTERMEDIATE = 1024, 512
 LOADS = {
     1: (0, 0, 1, 1, 0, 0, 0, 0),
@@ -37,7 +37,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tvm_moe-arm-") as folder, Guest(TVM_MOE_MODULES=folder) as guest:
         for dtype in options.dtypes:
-            kernel = find(options.isa or LEVEL, dtype)
+            kernel = find_on(ARCH, options.isa or LEVEL, dtype)
             say(f"building {kernel.key}")
             build.export(kernel, ARCH, Path(folder, filename(kernel, ARCH)))
             say(f"running {kernel.key} under qemu")
