@@ -14,7 +14,7 @@ from tests.test_codegen import assembly
 from tvm_moe import kernels, tuning
 from tvm_moe.bench import arm
 from tvm_moe.cli import app
-from tvm_moe.compiler import build
+from tvm_moe.compiler import build, stage, trial, tune
 from tvm_moe.emulation.classes import CLASSES, classify, count
 from tvm_moe.emulation.counting import Guest
 from tvm_moe.errors import EmulationError, MoEError
@@ -106,8 +106,6 @@ def test_nothing_goes_with_it(extra):
 
 def test_tuning_by_count(tmp_path, monkeypatch):
     """A log for a CPU that is not here says how it was made; of decisions that execute less, the least wins."""
-    from tvm_moe.compiler import stage, trial, tune
-
     aarch64.require(plugins=True)
     monkeypatch.setattr(stage, "buckets", lambda kernel: (8,))
     out = tmp_path / "log"
@@ -141,10 +139,40 @@ def test_tuning_by_count(tmp_path, monkeypatch):
     assert tune.without_defaults(task, (("stream", 1), ("unroll", 8)), "aarch64") == ()
 
 
+@pytest.mark.parametrize(
+    ("rows", "decisions"),
+    [(1, {"prefetch": 2}), (1, {"unroll": 1}), (4, {"stream": 0, "prefetch": 4}), (8, {"prefetch": 4, "unroll": 2})],
+)
+def test_every_kind_of_decision_builds(rows, decisions):
+    """A prefetch among streamed loads is no product; of one step, a row alone fills half a register."""
+    task = stage.Task("i8mm_bf16", "bf16", "down", 64, rows)
+    chosen = tuple(sorted(decisions.items()))
+    compiled = build.compile_kernel(task.kernel, "aarch64", lambda _, arch: stage.build_ir(task, arch, chosen))
+    lines = compiled.mod.inspect_source("asm").splitlines()
+    assert any("bfmmla" in line for line in lines)
+    assert any(re.match(r"\s+prfm\b", line) for line in lines) == bool(decisions.get("prefetch"))
+
+
+def test_a_guest_that_died_is_replaced(tmp_path):
+    aarch64.require(plugins=True)
+    task = stage.Task("i8mm_bf16", "int8", "down", 64, 2)
+    gauge = trial.Counter()
+    try:
+        meter = trial.Meter(task, "aarch64", 1, tmp_path, gauge)
+        path = meter.build(())
+        before = meter.costs([path], 1)
+        gauge.guest.process.kill()
+        with pytest.raises(EmulationError, match="failed"):
+            meter.costs([path], 1)
+        assert meter.costs([path], 1)[0][0] == pytest.approx(before[0][0], rel=0.05)
+    finally:
+        gauge.close()
+
+
 def test_unknown_cpus_are_named():
     done = CliRunner().invoke(app, ["tune", "--count-instructions", "pentium"])
     assert done.exit_code == 2
-    assert "unknown CPU 'pentium'; expected one of neoverse-n1" in " ".join(done.output.split())
+    assert "unknown CPU 'pentium'; expected one of neoverse-v1" in " ".join(done.output.split())
     with pytest.raises(MoEError, match="neoverse-v2"):
         tuning.named_arm_key("")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers import assert_matches_reference, make_case
 
-F32 = torch.float32
+F32, ROOT = torch.float32, Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("bad", [-1, -7, 4, 5, 2**31 - 1, -(2**31)])
@@ -118,3 +121,38 @@ def test_more_slots_than_experts(kernel):
     case = make_case(T=5, E=1, k=1, H=40, dtype=kernel.dtype)
     many = case.but(ids=torch.zeros(5, 9, dtype=torch.int32), weights=torch.full((5, 9), 1 / 9))
     assert_matches_reference(many.run(case.pack(kernel)), many)
+
+
+GUARDED = """
+import ctypes, mmap
+from tests.helpers import assert_matches_reference, make_case
+from tvm_moe import isa, kernels, runtime
+from tvm_moe.plan import Field
+
+def guarded(size):
+    '''Address of so many bytes right after a page that cannot be read; they stay mapped.'''
+    page = mmap.PAGESIZE
+    ROOMS.append(mmap.mmap(-1, page + size))
+    start = ctypes.addressof(ctypes.c_char.from_buffer(ROOMS[-1]))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), page, 0) == 0
+    return start + page
+
+ROOMS = []
+for kernel in (k for k in kernels.TABLE if isa.executable(k)[0]):
+    for H in (kernel.NR, kernel.NR - 1):
+        case = make_case(T=4, k=2, H=H, I=20, dtype=kernel.dtype)
+        case.ids[0, 0], case.ids[2] = -1, -1
+        layer = case.pack(kernel).layer
+        out = case.x.clone()
+        plan = layer.run(case.x, out, case.weights, case.ids)
+        size = plan[Field.RING_Y] * plan[Field.GROUP2] * 8 * kernel.NR * 4
+        plan.values[Field.AT_Y] = guarded(size) - runtime._scratch.take(plan.scratch_bytes)[1]
+        layer.run(case.x, out.zero_(), case.weights, case.ids)
+        assert_matches_reference(out, case)
+"""
+
+
+def test_skipped_slots_read_nothing_before_the_results():
+    """Their position is -1: a row that is not there, and that vector code reads before it drops it."""
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr or done.returncode

@@ -120,7 +120,9 @@ def tune(
     out: Annotated[Path | None, typer.Option(help="Default: tune_logs/<cpu>.")] = None,
     count_instructions: Annotated[
         str | None,
-        typer.Option(metavar="CPU", help="For this AArch64 CPU (neoverse-v2, ...), by instructions under qemu."),
+        typer.Option(
+            metavar="CPU", help="For neoverse-v1, -n2 or -v2 instead of this CPU, by instructions executed under qemu."
+        ),
     ] = None,
     json_file: Json = None,
 ) -> None:
@@ -179,7 +181,8 @@ def bench(
     arm_instructions: Annotated[
         bool,
         typer.Option(
-            "--arm-instructions", help="Instead: executed instructions of AArch64 layers under qemu, beside vLLM's."
+            "--arm-instructions",
+            help="Instead: instructions that one small AArch64 layer executes under qemu, beside vLLM's.",
         ),
     ] = False,
     simulate_threads: Annotated[

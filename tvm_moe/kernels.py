@@ -144,6 +144,11 @@ def find(isa: str, dtype: str) -> MicroKernel:
     raise MoEError(f"no kernel for isa={isa!r}, dtype={dtype!r}; existing: {', '.join(k.key for k in TABLE)}")
 
 
+def dtypes_of(isa: str | None) -> tuple[str, ...]:
+    """The dtypes a level has rows for (None: all dtypes); all where it is unknown, so that looking for it says so."""
+    return tuple(d for d in DTYPES if isa is None or any((k.isa, k.dtype) == (isa, d) for k in TABLE)) or DTYPES
+
+
 def find_on(arch: str, isa: str, dtype: str) -> MicroKernel:
     """The row of a level of that architecture, whatever this machine is."""
     kernel = find(isa, dtype)

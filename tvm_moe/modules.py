@@ -138,18 +138,20 @@ def build_all(
     rows = [k for k in kernels.TABLE if arch in k.arches]
     known = sorted({k.isa for k in rows})
     if unknown := sorted(set(levels or ()) - set(known)):
-        raise ModuleError(f"no kernels for level {', '.join(unknown)} of {arch}; expected one of {known}")
+        elsewhere = [a for a, levels_of in kernels.LADDER.items() if a != arch and set(unknown) <= set(levels_of)]
+        hint = f", or --arch {elsewhere[0]}" if elsewhere else ""
+        raise ModuleError(f"no kernels for level {', '.join(unknown)} of {arch}; expected one of {known}{hint}")
     require_compiler(f"{arch} modules")
     from .compiler import build
 
     make_folder(out, 0o755)  # a server under another user reads it
     made = [build.export_cpu(arch, out / filename(None, arch))]
+    progress(made[0])
     for kernel in rows:
         if not levels or kernel.isa in levels:
-            progress(made[-1])
             made.append(build.export(kernel, arch, out / filename(kernel, arch)))
+            progress(made[-1])
             made += build_tuned(kernel, arch, out, logs, progress)
-    progress(made[-1])
     return made
 
 

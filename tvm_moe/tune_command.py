@@ -22,6 +22,9 @@ from .tuning import Record
 
 FIRST_GUESS_SECONDS = 2.0  # a trial, before any has run: building takes most of it
 FILE_WIDTH = 130  # of the table in a file; a terminal has its own
+BLOCKS = (
+    "A pass has blocks of one tile; of two where rows exceed half of the largest tile's, of eight where they are its."
+)
 WORK = "work"  # in the log's folder: MetaSchedule's whole database; not committed
 
 
@@ -34,13 +37,14 @@ def tune(
     if not console.is_terminal:
         console.width = FILE_WIDTH
     layers = wanted_layers(model, shapes, checkpoint)
-    dtypes = wanted_dtypes(dtype)
+    dtypes = wanted_dtypes(dtype, isa)
     modules.require_compiler("tuning")
     from .compiler import trial
     from .compiler import tune as tuner
 
     cpu, cpu_key = (counted, tuning.named_arm_key(counted)) if counted else (cpu_name(), tuning.cpu_key())
     arch = "aarch64" if counted else kernels.machine()
+    gauge = trial.Counter() if counted else trial.Clock()  # what is missing is said before anything is written
     folder = out or Path("tune_logs") / cpu
     work = folder / WORK
     try:
@@ -57,7 +61,7 @@ def tune(
     console.print(f"{len(tasks)} tasks of {trials} trials on {cpu}, {count} threads: at most about "
                   f"{len(tasks) * trials * FIRST_GUESS_SECONDS / 60:.0f} min; {folder}", highlight=False)  # fmt: skip
     fresh: list[Record] = []
-    with progress(console) as bar, closing(trial.Counter() if counted else trial.Clock()) as gauge:
+    with progress(console) as bar, closing(gauge):
         described = about(cpu, cpu_key, count, gauge)
         line = bar.add_task("tuning", total=len(tasks))
         for task in tasks:
@@ -92,10 +96,11 @@ def wanted_layers(model: Sequence[str], shapes: Sequence[str], checkpoint: Path 
     return layers
 
 
-def wanted_dtypes(values: Sequence[str]) -> list[str]:
+def wanted_dtypes(values: Sequence[str], isa: str | None) -> list[str]:
+    """Those asked for; else all that the level has."""
     from .bench.command import split
 
-    dtypes = list(split(values) or kernels.DTYPES)
+    dtypes = list(split(values) or kernels.dtypes_of(isa))
     if unknown := [d for d in dtypes if d not in kernels.DTYPES]:
         raise MoEError(f"unknown dtype {unknown[0]!r}; expected {' or '.join(kernels.DTYPES)}")
     return dtypes
@@ -142,7 +147,7 @@ def progress(console: Console) -> Progress:
 
 
 def table(found: Iterable[Record], described: dict[str, Any]) -> Table:
-    made = Table(title="default -> tuned", caption=f"{described['unit']}; {described['measured']}.")
+    made = Table(title="default -> tuned", caption=f"{described['unit']}; {described['measured']}. {BLOCKS}")
     for name in ("dtype", "stage", "K", "rows", "default", "tuned", "ratio", "decisions"):
         made.add_column(name, no_wrap=True)
     for r in found:

@@ -111,7 +111,8 @@ def cpu_key() -> list[Any]:
     return [vendor, family + (signature >> 20 & 0xFF) if family == 0xF else family, signature >> 16 & 0xF or model]
 
 
-ARM_CPUS = {"neoverse-n1": 0xD0C, "neoverse-v1": 0xD40, "neoverse-n2": 0xD49, "neoverse-v2": 0xD4F}  # parts, by Arm
+# Parts of Arm's CPUs with i8mm and bf16, the level that is worth tuning.
+ARM_CPUS = {"neoverse-v1": 0xD40, "neoverse-n2": 0xD49, "neoverse-v2": 0xD4F}
 
 
 def named_arm_key(name: str) -> list[Any]:
@@ -137,7 +138,7 @@ def arm_key(cpuinfo: Path) -> list[Any]:
 def this_cpu() -> Logs:
     """The logs that were made on this kind of CPU; without records where there are none.
 
-    Looked for in the folder that TVM_MOE_TUNE_LOGS names, then in the package.
+    Looked for in the folder that TVM_MOE_TUNE_LOGS names, a log or one of logs, then in the package.
     """
     for manifest in manifests():
         if read_json(manifest).get("cpu_key") == cpu_key():
@@ -149,7 +150,7 @@ def manifests() -> Iterator[Path]:
     if explicit := os.environ.get(ENVIRONMENT):
         if not Path(explicit).is_dir():
             raise MoEError(f"{ENVIRONMENT}={explicit} is no folder; unset it or tune with tvm-moe tune --out")
-        yield from sorted(Path(explicit).glob(f"*/{MANIFEST}"))
+        yield from sorted([*Path(explicit).glob(MANIFEST), *Path(explicit).glob(f"*/{MANIFEST}")])
     yield from sorted(LOGS.glob(f"*/{MANIFEST}"))
 
 

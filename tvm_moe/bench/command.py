@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .. import models, modules
+from .. import kernels, models, modules
 from ..errors import MoEError
 from . import beside, overheads, packing, report, routing, run, simulate
 from . import plot as plots
@@ -63,7 +63,7 @@ def parse(
         simulate_threads=simulated,
         costs=Costs.parse(simulate_costs or ""),
     )
-    if chosen := split(dtype):
+    if chosen := split(dtype) or (kernels.dtypes_of(isa) if arm_instructions else ()):
         options = replace(options, dtypes=chosen)
     if quick:
         options = replace(options, budget=QUICK_BUDGET, fewest_rounds=QUICK_ROUNDS)

@@ -94,7 +94,7 @@ def arm_table(rows: list[Data]) -> Table:
     caption = (
         "One call, one thread, E 8, H 1024, I 512, k 2, SiLU, under qemu-user -cpu max. Executed instructions in thousands.\n"
         "needed: products (smmla, bfmmla) without padding; one row alone fills half of each.\n"
-        "vLLM: its own AArch64 layer, release 0.32, counted in the same way; of it: our instructions over its."
+        "vLLM: its own AArch64 layer, release 0.32, counted in the same way once, not now; of it: our instructions over its."
     )
     table = Table(title="AArch64 instructions", caption=caption, caption_justify="left")
     classes = [name for name in rows[0]["executed"] if any(row["executed"][name] for row in rows)]

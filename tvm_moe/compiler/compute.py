@@ -225,7 +225,9 @@ def combine(kernel: MicroKernel, target: str, columns: int | tirx.Var) -> tirx.P
 
     def term(t: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
         row = position[t * top_k + j]
-        value = weight[t, j] * y[te.max(row, 0).astype("int64"), n]
+        # 0 of a negative row, for its address is read all the same: of max(row, 0) under this select TVM leaves row.
+        readable = row & ~(row >> tirx.const(31, "int32"))
+        value = weight[t, j] * y[readable.astype("int64"), n]
         return te.sum(tirx.Select(row >= 0, value, f32(0.0)), axis=j)
 
     total = te.compute((tokens, kernel.NR), term, name="total")

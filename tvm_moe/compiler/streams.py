@@ -162,7 +162,8 @@ def streamed(loop: tirx.For) -> tirx.Stmt:
                 body.append(stream.following())
                 since = []
         body.append(tvm_ffi.structural_map(statement, (TensorLoad, value)))
-        since = [*since, statement][-MOST_SUMS:]
+        if isinstance(statement, tirx.BufferStore):  # not a prefetch
+            since = [*since, statement][-MOST_SUMS:]
     return tirx.SeqStmt([*before, tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, tirx.SeqStmt(body))])
 
 

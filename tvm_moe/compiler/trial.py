@@ -17,11 +17,16 @@ from tvm.s_tir import meta_schedule as ms
 from tvm_moe.schedules.skeleton import DECISION
 
 from ..emulation.counting import Guest
+from ..errors import EmulationError
 from ..tuning import Decisions
 from . import build, stage, stage_worker
 from .stage import Task
 
-PASSES, COUNTED_PANELS = 5, 16  # so many that the call itself, thousands of instructions, is a few percent
+PASSES, COUNTED_CALLS, COUNTED_PANELS = (
+    5,
+    3,
+    16,
+)  # panels: so many that the call itself, thousands of instructions, is a few percent
 TIMEOUT_SECONDS = 60
 
 
@@ -87,15 +92,24 @@ class Counter:
     )
 
     def __init__(self) -> None:
-        self.guest = Guest()
+        build.linker("aarch64")  # what is missing is said before the first trial
+        self.guest: Guest | None = Guest()
 
     def costs(self, paths: list[Path], task: Task, threads: int, passes: int) -> list[list[float]]:
+        """The least of a few calls of each, ``passes`` times: the interpreter's own instructions vary by hundreds."""
         job = {"paths": list(map(str, paths)), "bytes_of": task.bytes_of(COUNTED_PANELS), "panels": COUNTED_PANELS}
-        found = self.guest.regions("stages", **job)
-        return [[float(executed["all"])] * passes for _, executed in found]
+        self.guest = self.guest or Guest()
+        try:
+            found = self.guest.regions("stages", calls=COUNTED_CALLS, **job)
+        except EmulationError:
+            self.guest = None  # it has closed itself
+            raise
+        least = [min(executed["all"] for number, executed in found if number == i + 1) for i in range(len(paths))]
+        return [[float(count)] * passes for count in least]
 
     def close(self) -> None:
-        self.guest.close()
+        if self.guest is not None:
+            self.guest.close()
 
 
 class Meter:
@@ -104,6 +118,7 @@ class Meter:
     def __init__(self, task: Task, arch: str, threads: int, folder: Path, gauge: Gauge) -> None:
         self.task, self.arch, self.threads, self.folder, self.gauge = task, arch, threads, folder, gauge
         self.built: dict[Decisions, Path] = {}
+        self.failure = ""  # of the last trial that failed
 
     def build(self, decisions: Decisions) -> Path:
         if decisions not in self.built:
@@ -131,7 +146,8 @@ class Builder(ms.builder.PyBuilder):
         try:
             return ms.builder.BuilderResult(str(self.meter.build(decisions_of(mod))), None)
         except Exception as error:  # a trial that cannot be built is a failed trial, not the end
-            return ms.builder.BuilderResult(None, f"{type(error).__name__}: {error}")
+            self.meter.failure = f"{type(error).__name__}: {error}"
+            return ms.builder.BuilderResult(None, self.meter.failure)
 
 
 @derived_object
@@ -162,4 +178,5 @@ class Runner(ms.runner.PyRunner):
         try:
             return ms.runner.RunnerResult(self.meter.costs([path], PASSES)[0], None)
         except Exception as error:
-            return ms.runner.RunnerResult(None, f"{type(error).__name__}: {error}")
+            self.meter.failure = f"{type(error).__name__}: {error}"
+            return ms.runner.RunnerResult(None, self.meter.failure)

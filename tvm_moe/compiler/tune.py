@@ -79,6 +79,8 @@ def tune(task: Task, arch: str, threads: int, trials: int, work: Path, gauge: Ga
         meter = Meter(task, arch, threads, Path(folder), gauge)
         if (left := trials - len(trials_of(database, mod))) > 0:
             search(mod, database, meter, left)
+            if meter.failure:
+                say(f"{task.label}: a trial failed: {meter.failure.strip().splitlines()[-1]}")
         return duel(task, without_defaults(task, best(database, mod, say), arch), meter)
 
 
@@ -152,7 +154,7 @@ def best(database: Any, mod: tvm.IRModule, say: Show) -> Decisions:
         if seconds and max(seconds) < FAILED_SECONDS:
             times.setdefault(decisions, []).extend(seconds)
     if not times:
-        say("every trial failed; the defaults stay")
+        say("every trial of this task has failed; the defaults stay")
         return ()
     return min(times, key=lambda decisions: statistics.median(times[decisions]))
 

@@ -24,14 +24,16 @@ class Guest:
     """An emulated Python that does what `guest` can; one thread. Close it, or use it as a context manager."""
 
     def __init__(self, **environment: str) -> None:
+        python.qemu(plugins=True)
         self.folder = tempfile.TemporaryDirectory(prefix="tvm_moe-guest-")
         self.blocks, self.errors = Path(self.folder.name, "blocks"), Path(self.folder.name, "errors")
         self.read = 0
-        command = python.command("-m", MODULE, plugin=f"{plugin.library()},out={self.blocks}")
+        command = python.command("-m", MODULE, plugin=f"{plugin.build_into(Path(self.folder.name))},out={self.blocks}")
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
                 env=python.environment(OMP_NUM_THREADS="1", **environment),
+                start_new_session=True,  # an interrupt is for us, who then close it; without us it reads the end of its jobs
             )  # fmt: skip
 
     def regions(self, what: str, **job: Any) -> list[Region]:

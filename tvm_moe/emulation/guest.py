@@ -18,13 +18,14 @@ from tvm_moe.plan import LayerSizes
 MARK = 0x4D0E00  # as in `plugin`, which a guest does not import: it is LLVM text
 
 
-def marked(region: int, call: Callable[[], Any]) -> None:
-    """Count ``call`` as ``region``; called once before, so that nothing is found or translated for the first time."""
+def marked(region: int, call: Callable[[], Any], calls: int = 1) -> None:
+    """Count each of ``calls`` as ``region``; called once before, so that nothing is translated for the first time."""
     system = ctypes.CDLL(None).syscall
     call()
-    system(MARK)
-    call()
-    system(MARK + region)
+    for _ in range(calls):
+        system(MARK)
+        call()
+        system(MARK + region)
 
 
 def layer(*, dtype: str, isa: str, experts: int, hidden: int, intermediate: int, loads: dict[str, list[int]]) -> None:
@@ -57,13 +58,13 @@ def random_layer(kernel: Any, sizes: LayerSizes) -> runtime.Layer:
     return runtime.Layer(kernel, sizes, activations.resolve("silu"), arrays)
 
 
-def stages(*, paths: list[str], bytes_of: dict[str, int], panels: int) -> None:
+def stages(*, paths: list[str], bytes_of: dict[str, int], panels: int, calls: int) -> None:
     """Region 1, 2, ... for the modules of a tuning task (compiler/stage); ``bytes_of``: its arrays, in order."""
     arrays = [np.zeros(size, np.uint8) for size in bytes_of.values()]
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
     for i, path in enumerate(paths, 1):
         stage = runtime.Library(Path(path), ("stage",)).functions["stage"]
-        marked(i, lambda: stage(*pointers, panels, 1))
+        marked(i, lambda: stage(*pointers, panels, 1), calls)
 
 
 KINDS: dict[str, Callable[..., None]] = {"layer": layer, "stages": stages}

@@ -8,8 +8,6 @@ each), then (i, 0). Declarations are those of qemu's plugin API version 1; Debia
 from __future__ import annotations
 
 import os
-import tempfile
-from functools import cache
 from pathlib import Path
 
 MARK = 0x4D0E00
@@ -123,15 +121,13 @@ def llvm_ir(arch: str) -> str:
     return TEMPLATE.format(arch=arch, mark=MARK, flags=os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
 
-@cache
-def library() -> Path:
-    """The plugin for this machine, compiled and linked once a process."""
+def build_into(folder: Path) -> Path:
+    """The plugin for this machine, compiled and linked."""
     import tvm
 
     from ..compiler import build
     from ..kernels import machine
 
-    folder = Path(tempfile.mkdtemp(prefix="tvm_moe-plugin-"))
     (folder / "plugin.ll").write_text(llvm_ir(machine()))
     tvm.runtime.load_module(str(folder / "plugin.ll")).write_to_file(str(folder / "plugin.o"))
     made = folder / "plugin.so"
