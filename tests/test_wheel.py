@@ -238,3 +238,16 @@ def test_what_cannot_be_built(tmp_path, monkeypatch):
     monkeypatch.setattr(wheel, "ROOT", tmp_path)
     with pytest.raises(ModuleError, match=r"built from a checkout; .* has no pyproject.toml, setup.py.*: clone"):
         wheel.copy_checkout(tmp_path / "copy")
+
+
+def test_the_tuners_work_stays_behind(tmp_path, monkeypatch):
+    """MetaSchedule's whole database lies beside the logs of a checkout that has tuned: twice the rest of the wheel."""
+    log = tmp_path / "root" / "tvm_moe" / "tune_logs" / "cpu"
+    (log / "work").mkdir(parents=True)
+    for file in (log / "work" / "database.json", log / "manifest.json", *(tmp_path / "root" / n for n in wheel.FILES)):
+        file.write_text("{}")
+    monkeypatch.setattr(wheel, "ROOT", tmp_path / "root")
+    (tmp_path / "copy").mkdir()
+    wheel.copy_checkout(tmp_path / "copy")
+    copied = tmp_path / "copy" / "tvm_moe" / "tune_logs" / "cpu"
+    assert [path.name for path in copied.iterdir()] == ["manifest.json"]

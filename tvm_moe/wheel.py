@@ -20,6 +20,7 @@ import typer
 
 from . import kernels, modules
 from .errors import ModuleError, MoEError
+from .tune_command import WORK
 from .tuning import all_logs
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +35,7 @@ def copy_checkout(folder: Path) -> Path:
     """Copy what a wheel is built from; the folder in it, to be made, whose modules the wheel ships, whatever they are."""
     if missing := [name for name in FILES if not (ROOT / name).is_file()]:
         raise ModuleError(f"a wheel is built from a checkout; {ROOT} has no {', '.join(missing)}: clone the repository")
-    junk = shutil.ignore_patterns("__pycache__", modules.PACKAGED.name)
+    junk = shutil.ignore_patterns("__pycache__", modules.PACKAGED.name, WORK)
     shutil.copytree(ROOT / "tvm_moe", folder / "tvm_moe", ignore=junk, copy_function=copy_file)
     for name in FILES:
         copy_file(ROOT / name, folder / name)
