@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,11 +98,6 @@ def make_case(
     x = torch.randn(T, H, generator=rng).to(x_dtype)
     topk = torch.rand(T, k, generator=rng).softmax(-1)
     return Case(x, w13, w2, topk, random_ids(rng, T, E, k), options, on_input)
-
-
-def downloads() -> Path:
-    """A folder in the user's cache for what tests fetch."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tvm_moe-tests"
 
 
 def random_weight(rng: torch.Generator, E: int, N: int, K: int, kind: str) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import downloads, make_case
+from tests.helpers import make_case
 from tvm_moe import isa, kernels
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +22,7 @@ SIZES = {"T": 9, "H": 66, "I": 35, "bias": True}
 
 def target(version):
     """A folder, kept in the user's cache, with this version of apache-tvm-ffi and nothing else."""
-    base = downloads()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tvm_moe-tests"
     folder = base / f"apache-tvm-ffi{version}-{sys.version_info.major}.{sys.version_info.minor}"
     if not (folder / "tvm_ffi").is_dir():
         base.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ layers = pickle.load(open(sys.argv[1], "rb"))
 
 PUBLIC = """
 import tvm_moe
-from tests.helpers import downloads, make_case
+from tests.helpers import make_case
 for kernel, options, want in layers:
     case = make_case(**options)
     got = tvm_moe.fused_moe(case.x, case.pack(kernel), case.weights, case.ids)

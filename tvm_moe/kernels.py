@@ -44,9 +44,7 @@ class MicroKernel:
     row_group: int = 1
 
     def __post_init__(self) -> None:
-        if set(self.rows) != {1, *range(self.row_group, self.MR + 1, self.row_group)} or list(self.rows) != sorted(
-            self.rows
-        ):
+        if self.rows != tuple(sorted({1, *range(self.row_group, self.MR + 1, self.row_group)})):
             raise MoEError(f"{self.isa}/{self.dtype}: rows must be 1 and row_group..MR by row_group, got {self.rows}")
         if self.NR % 32 or self.group * ITEMSIZE[self.dtype] not in (4, 8):
             raise MoEError(f"{self.name}: NR must be a multiple of 32 and a K group 4 or 8 bytes")

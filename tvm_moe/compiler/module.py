@@ -34,16 +34,20 @@ def scheduled(func: tirx.PrimFunc, schedule: Callable[[Schedule], None] | None) 
     return subroutine(s.mod["main"])
 
 
-def tile_function(
-    kernel: MicroKernel, arch: str, rows: int, chosen: Decisions = (), first: bool = True
-) -> tirx.PrimFunc:
+def bare_tile(kernel: MicroKernel, arch: str, rows: int, chosen: Decisions = (), first: bool = False) -> tirx.PrimFunc:
     """The tile of ``rows`` rows with the decisions of a tune log, or with the schedule's defaults; ``first``: of K."""
     func = scheduled(
         compute.gemm_tile(kernel, rows, first=first), style(kernel.style)(kernel, arch, rows, dict(chosen)).apply
     )
     text = intrin.family(kernel.intrinsic).llvm_ir(kernel.mcpu(arch)) if kernel.intrinsic else ""
-    func = with_prefetch(func)
     return intrin.with_llvm(func, text)
+
+
+def tile_function(
+    kernel: MicroKernel, arch: str, rows: int, chosen: Decisions = (), first: bool = True
+) -> tirx.PrimFunc:
+    """`bare_tile` with prefetches, as the panel loop calls it."""
+    return with_prefetch(bare_tile(kernel, arch, rows, chosen, first))
 
 
 def with_prefetch(func: tirx.PrimFunc) -> tirx.PrimFunc:

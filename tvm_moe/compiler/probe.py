@@ -7,21 +7,11 @@ from tvm import tirx
 from tvm.ir import GlobalVar
 from tvm.script import tirx as T
 
-from tvm_moe.schedules import style
-
 from ..kernels import MicroKernel
-from . import compute, intrin
 from .driver.names import N
-from .module import scheduled
+from .module import bare_tile
 
 LANES, VECTORS = 16, 8  # a stream step: 8 vectors of 16 int32, 512 bytes, each with an accumulator of its own
-
-
-def bare_tile(kernel: MicroKernel, arch: str) -> tirx.PrimFunc:
-    """The row's full tile as its schedule makes it, without prefetches."""
-    func = scheduled(compute.gemm_tile(kernel, kernel.MR), style(kernel.style)(kernel, arch, kernel.MR).apply)
-    text = intrin.family(kernel.intrinsic).llvm_ir(kernel.mcpu(arch)) if kernel.intrinsic else ""
-    return intrin.with_llvm(func, text)
 
 
 def peak(kernel: MicroKernel) -> tirx.PrimFunc:
@@ -79,7 +69,7 @@ def build_ir(kernel: MicroKernel, arch: str) -> tvm.IRModule:
     """The probes of one row of the table; needs the launcher as every module does."""
     return tvm.IRModule(
         {
-            N.tile["gate_up"]: bare_tile(kernel, arch),
+            N.tile["gate_up"]: bare_tile(kernel, arch, kernel.MR),
             GlobalVar("peak"): peak(kernel),
             GlobalVar("stream"): stream(kernel),
         }

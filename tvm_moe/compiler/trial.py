@@ -22,11 +22,11 @@ from ..tuning import Decisions
 from . import build, stage, stage_worker
 from .stage import Task
 
-PASSES, COUNTED_CALLS, COUNTED_PANELS = (
-    5,
+PASSES = 5
+COUNTED_CALLS, COUNTED_PANELS = (
     3,
     16,
-)  # panels: so many that the call itself, thousands of instructions, is a few percent
+)  # so many panels that the call itself, thousands of instructions, is a few percent
 TIMEOUT_SECONDS = 60
 
 
@@ -127,6 +127,11 @@ class Meter:
             self.built[decisions] = path
         return self.built[decisions]
 
+    def failed(self, error: Exception) -> str:
+        """Note that a trial has failed, and why."""
+        self.failure = f"{type(error).__name__}: {error}"
+        return self.failure
+
     def costs(self, paths: list[Path], passes: int) -> list[list[float]]:
         return self.gauge.costs(paths, self.task, self.threads, passes)
 
@@ -146,8 +151,7 @@ class Builder(ms.builder.PyBuilder):
         try:
             return ms.builder.BuilderResult(str(self.meter.build(decisions_of(mod))), None)
         except Exception as error:  # a trial that cannot be built is a failed trial, not the end
-            self.meter.failure = f"{type(error).__name__}: {error}"
-            return ms.builder.BuilderResult(None, self.meter.failure)
+            return ms.builder.BuilderResult(None, self.meter.failed(error))
 
 
 @derived_object
@@ -178,5 +182,4 @@ class Runner(ms.runner.PyRunner):
         try:
             return ms.runner.RunnerResult(self.meter.costs([path], PASSES)[0], None)
         except Exception as error:
-            self.meter.failure = f"{type(error).__name__}: {error}"
-            return ms.runner.RunnerResult(None, self.meter.failure)
+            return ms.runner.RunnerResult(None, self.meter.failed(error))

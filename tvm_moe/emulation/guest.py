@@ -13,9 +13,9 @@ import numpy as np
 
 from tvm_moe import activations, runtime
 from tvm_moe import isa as levels
+from tvm_moe.accumulators import bf16_bits
+from tvm_moe.emulation.plugin import MARK
 from tvm_moe.plan import LayerSizes
-
-MARK = 0x4D0E00  # as in `plugin`, which a guest does not import: it is LLVM text
 
 
 def marked(region: int, call: Callable[[], Any], calls: int = 1) -> None:
@@ -34,8 +34,8 @@ def layer(*, dtype: str, isa: str, experts: int, hidden: int, intermediate: int,
     module, made = runtime.load(kernel), random_layer(kernel, sizes)
     for tokens, rows in ((int(t), rows) for t, rows in loads.items()):
         ids = np.repeat(np.arange(len(rows), dtype=np.int32), rows).reshape(-1, tokens).T.copy()
-        x = np.random.default_rng(0).standard_normal((tokens, sizes.hidden), np.float32).view(np.uint32) >> 16
-        x, weights = x.astype(np.uint16), np.full(ids.shape, 0.5, np.float32)
+        x = bf16_bits(np.random.default_rng(0).standard_normal((tokens, sizes.hidden)))
+        weights = np.full(ids.shape, 0.5, np.float32)
         out = np.empty_like(x)
         plan = made.run(x, out, weights, ids, False, module)
         held, scratch = runtime._scratch.take(plan.scratch_bytes)
