@@ -14,7 +14,9 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "route": "routing",
     "pack_experts": "api",
+    "pack_linear": "api",
     "fused_moe": "api",
+    "FusedMoE": "layers",
     "set_num_threads": "threads",
     "get_num_threads": "threads",
     "explain": "report",

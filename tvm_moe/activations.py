@@ -33,6 +33,7 @@ ACTIVATIONS = {
         Activation("relu2", 5, gated=False),
     )
 }
+LINEAR = Activation("linear", 6, gated=False)  # what `pack_linear` makes has no gate/up projections to activate
 ALIASES = {"gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
 
 
@@ -51,6 +52,9 @@ class ActivationSpec:
     @property
     def gated(self) -> bool:
         return self.kind.gated
+
+
+NONE = ActivationSpec(LINEAR, 1.0, math.inf)
 
 
 def resolve(name: str, alpha: float | None = None, limit: float | None = None) -> ActivationSpec:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import runtime
+from . import activations, runtime
 from .errors import MoEError
 from .experts import ExpertWeights, PackedExperts
 from .plan import Field
@@ -66,6 +66,37 @@ def pack_experts(
     )  # fmt: skip
 
 
+@fork_safe
+def pack_linear(
+    w: Tensor,
+    *,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: str | None = None,
+    isa: str | None = None,
+) -> PackedExperts:
+    """One matrix an expert, [E, N, K], any strides: `fused_moe` then gives [T, N] of hidden_states [T, K].
+
+    ``y[t] = sum_j topk_weights[t, j] * (x[t] @ w[topk_ids[t, j]].T + bias[topk_ids[t, j]])``: for experts whose activation
+    is not among ours, which takes its place between two of these. Other arguments and errors as of `pack_experts`.
+    """
+    if not isinstance(w, Tensor) or w.ndim != 3 or sparse(w):
+        raise MoEError(f"w must be a dense 3-D torch tensor [E, N, K], got {described(w)}")
+    E, N, K = w.shape
+    check_vector("scale", scale, E, N)
+    check_vector("bias", bias, E, N)
+
+    def expert(e: int) -> ExpertWeights:
+        return ExpertWeights(
+            w[e, :0], w[e], w2_scale=None if scale is None else scale[e], w2_bias=None if bias is None else bias[e]
+        )
+
+    return PackedExperts.from_experts(
+        map(expert, range(E)), E, N, K, dtype=dtype or ("int8" if w.dtype == torch.int8 else "bf16"),
+        activation=activations.NONE, isa=isa, batch=E,
+    )  # fmt: skip
+
+
 def check_weights(w13: Tensor, w2: Tensor) -> None:
     for name, w in (("w13", w13), ("w2", w2)):
         if not isinstance(w, Tensor) or w.ndim != 3 or sparse(w):
@@ -111,9 +142,21 @@ def fused_moe(
 
     Raises: MoEError where shapes, dtypes, devices or overlap do not fit; nothing has been written then.
     """
+    if torch.compiler.is_compiling():
+        return recorded(hidden_states, experts, topk_weights, topk_ids, apply_router_weight_on_input, out)
     arguments = hidden_states, experts, topk_weights, topk_ids, apply_router_weight_on_input
     served = known_call(*arguments) if out is None else None
     return checked_call(*arguments, out) if served is None else served
+
+
+def recorded(
+    x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, on_input: bool, out: Tensor | None
+) -> Tensor:
+    """The call as torch.compile and torch.export record it."""
+    from . import ops
+
+    result = ops.call(x, experts, weights, ids, on_input)
+    return result if out is None else out.copy_(result)
 
 
 def known_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, on_input: bool) -> Tensor | None:
@@ -158,20 +201,22 @@ def checked_call(
     """Any call: checked, converted where the module cannot read or write it, remembered where nothing was converted."""
     check_call(hidden_states, experts, topk_weights, topk_ids, on_input)
     if out is not None:
-        check_out(out, hidden_states, topk_weights, topk_ids)
+        check_out(out, experts.hidden_size, hidden_states, topk_weights, topk_ids)
     # The device is named because a caller may have made another one the default.
-    result = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device="cpu") if out is None else out
+    shape = (len(hidden_states), experts.hidden_size)
+    result = torch.empty(shape, dtype=hidden_states.dtype, device="cpu") if out is None else out
     if topk_ids.numel() == 0:
         return result.zero_()
     x = prepared(hidden_states)
     direct = result.dtype == x.dtype and (result.stride(1) == 1 or result.shape[1] == 1)
-    target = result if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    target = result if direct else torch.empty(shape, dtype=x.dtype, device="cpu")
     weights = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.detach().float()
     if weights.is_neg():
         weights = weights.resolve_neg()
     weights, ids = weights.contiguous(), topk_ids.contiguous()
     plan = experts.layer.run(x, target, weights, ids, on_input)
-    if x is hidden_states and weights is topk_weights and ids is topk_ids and x.is_contiguous():
+    converted = x is not hidden_states or weights is not topk_weights or ids is not topk_ids
+    if not converted and x.is_contiguous() and not experts.layer.sizes.linear:
         if len(experts.layer.known) >= KNOWN_CALLS:
             experts.layer.known.clear()
         experts.layer.known[kind_of_call(x, weights, ids, on_input, plan[Field.THREADS])] = plan
@@ -195,6 +240,13 @@ def check_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, 
         raise MoEError(f"apply_router_weight_on_input must be True or False, got {on_input!r}")
     if not isinstance(experts, PackedExperts):
         raise MoEError(f"experts must be PackedExperts (from pack_experts), got {type(experts).__name__}")
+    check_tensors(x, weights, ids, experts.input_size, on_input)
+    if on_input and experts.layer.sizes.linear:
+        raise MoEError("apply_router_weight_on_input is not for what pack_linear made; multiply hidden_states yourself")
+
+
+def check_tensors(x: Tensor, weights: Tensor, ids: Tensor, columns: int, on_input: bool) -> None:
+    """Of a call of experts that take `columns` columns."""
     for name, tensor in (("hidden_states", x), ("topk_weights", weights), ("topk_ids", ids)):
         if not isinstance(tensor, Tensor) or tensor.ndim != 2 or tensor.device.type != "cpu" or sparse(tensor):
             raise MoEError(f"{name} must be a dense 2-D torch tensor on the CPU, got {described(tensor)}")
@@ -205,8 +257,8 @@ def check_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, 
     if ids.dtype not in (torch.int32, torch.int64):
         raise MoEError(f"topk_ids is {ids.dtype}; expected int32 or int64")
     T, H = x.shape
-    if experts.hidden_size != H:
-        raise MoEError(f"hidden_states has {H} columns, these experts have hidden size {experts.hidden_size}")
+    if columns != H:
+        raise MoEError(f"hidden_states has {H} columns, these experts have hidden size {columns}")
     if ids.shape[0] != T or weights.shape != ids.shape:
         raise MoEError(
             f"topk_weights {tuple(weights.shape)} and topk_ids {tuple(ids.shape)} must both be [T, k] with T = {T}"
@@ -218,11 +270,12 @@ def check_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, 
         raise MoEError(f"T * k = {T * k} slots; at most 2^31 - 1 fit one call: split the tokens")
 
 
-def check_out(out: Tensor, *inputs: Tensor) -> None:
+def check_out(out: Tensor, columns: int, *inputs: Tensor) -> None:
     x = inputs[0]
-    if not isinstance(out, Tensor) or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+    shape = (len(x), columns)
+    if not isinstance(out, Tensor) or out.shape != shape or out.dtype != x.dtype or out.device != x.device:
         got = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-        raise MoEError(f"out is {got}, expected {tuple(x.shape)} {x.dtype} on the CPU")
+        raise MoEError(f"out is {got}, expected {shape} {x.dtype} on the CPU")
     if out.is_neg() or sparse(out):
         raise MoEError("out is a negated view or sparse; pass a plain dense tensor")
     if out.requires_grad:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .activations import ActivationSpec, resolve
-from .checkpoint.layer import GATES
+from .dense import GATES
 from .errors import MoEError
 from .experts import ExpertWeights
 

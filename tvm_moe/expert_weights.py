@@ -18,7 +18,10 @@ INT8_MAX_K = 2**31 // (127 * 128)  # 133,000: beyond it an int32 sum of products
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One expert as stored: w13 [2I, H] ([I, H] without gate), w2 [H, I], any strides; scales and biases [N] or None."""
+    """One expert as stored: w13 [2I, H] ([I, H] without gate), w2 [H, I], any strides; scales and biases [N] or None.
+
+    In a layer without gate/up projections w13 is empty.
+    """
 
     w13: Tensor
     w2: Tensor
@@ -42,7 +45,7 @@ def check_expert(e: int, w: ExpertWeights, sizes: LayerSizes, dtype: str) -> Non
     """Shapes, dtypes and device of one expert."""
     I, H = sizes.intermediate, sizes.hidden
     N = 2 * I if sizes.gated else I
-    for name, tensor, rows, cols in (("w13", w.w13, N, H), ("w2", w.w2, H, I)):
+    for name, tensor, rows, cols in (("w13", w.w13, N, H), ("w2", w.w2, H, I))[sizes.linear :]:
         check_weight(f"expert {e}, {name}", tensor, (rows, cols), dtype)
         for kind in ("scale", "bias"):
             vector = getattr(w, f"{name}_{kind}")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from . import activations, isa, packed_file
+from .activations import ActivationSpec
 from .errors import ModuleError, MoEError
 from .kernels import MicroKernel
-from .packed_file import FORMAT
 from .packing import ExpertWeights, Packer, repack
-from .runtime import Layer
+from .runtime import FORMAT, Layer
 from .threads import fork_safe
 
 
@@ -53,6 +53,11 @@ class PackedExperts:
         return self.layer.sizes.intermediate
 
     @property
+    def input_size(self) -> int:
+        """Columns of hidden_states: hidden_size, but what `pack_linear` made takes the intermediate itself."""
+        return self.layer.sizes.input
+
+    @property
     def dtype(self) -> str:
         """ "int8" or "bf16"."""
         return self.layer.kernel.dtype
@@ -87,7 +92,7 @@ class PackedExperts:
         intermediate_size: int,
         *,
         dtype: str,
-        activation: str = "silu",
+        activation: str | ActivationSpec = "silu",
         alpha: float | None = None,
         limit: float | None = None,
         interleaved: bool = False,
@@ -99,7 +104,7 @@ class PackedExperts:
 
         ``batch`` experts are packed at a time; their tensors must stay as they are meanwhile.
         """
-        spec = activations.resolve(activation, alpha, limit)
+        spec = activations.resolve(activation, alpha, limit) if isinstance(activation, str) else activation
         packer = Packer(dtype, num_experts, hidden_size, intermediate_size, spec, interleaved, isa, batch=batch)
         for e, expert in enumerate(experts):
             packer.add(e, expert)

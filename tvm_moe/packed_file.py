@@ -1,4 +1,7 @@
-"""Packed layers on disk: a safetensors file whose metadata says which kernel reads it, mapped back without repacking."""
+"""Packed layers as named tensors and a description that says which kernel reads them: safetensors files, `torch.library`.
+
+A file is mapped back without repacking.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,11 @@ from .errors import ModuleError, MoEError
 from .kernels import MicroKernel
 from .packing import shapes
 from .plan import LayerSizes
-from .runtime import ARRAYS, Layer
-
-FORMAT = "tvm_moe packed experts 1"
+from .runtime import ARRAYS, FORMAT, Layer
 
 
 def write(layer: Layer, path: Path) -> None:
     """Whole or not at all, even over the file the layer is mapped from."""
-    spec = layer.activation
-    meta = {
-        "format": FORMAT,
-        "kernel": layer.kernel.name,
-        "sizes": json.dumps(asdict(layer.sizes)),
-        "activation": json.dumps([spec.name, spec.alpha, str(spec.limit)]),
-    }
     path = path.resolve()
     if path.exists() and not path.is_file():
         raise MoEError(f"cannot save to {path}: it exists and is no regular file; give another path")
@@ -39,7 +33,7 @@ def write(layer: Layer, path: Path) -> None:
         raise MoEError(f"cannot save to {path}: there is no folder {path.parent}; make it first")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".save-") as work:
         made = Path(work, "packed")
-        save_file(dict(layer.arrays), str(made), metadata=meta)
+        save_file(dict(layer.arrays), str(made), metadata=json.loads(layer.description))
         made.chmod(0o644)
         made.replace(path)
 
@@ -49,19 +43,33 @@ def read(path: Path) -> Layer:
     if not path.is_file():
         raise ModuleError(f"no packed experts file {path}")
     try:
-        return parse(path)
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            meta = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise damaged(path, error) from error
+    return assemble(meta, tensors, path)
+
+
+def damaged(where: object, error: Exception) -> ModuleError:
+    return ModuleError(f"{where} is damaged or foreign ({error}); save it again")
+
+
+def assemble(description: dict[str, str], tensors: dict[str, torch.Tensor], where: object) -> Layer:
+    """The layer of `Layer.description` and its tensors; a ModuleError says what is wrong with ``where`` they come from."""
+    if description.get("format") != FORMAT:
+        raise ModuleError(
+            f"{where} is no packed experts file: format {description.get('format')!r}, expected {FORMAT!r}"
+        )
+    try:
+        return parse(description, tensors, where)
     except ModuleError:
         raise
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ModuleError(f"{path} is damaged or foreign ({error}); save it again") from error
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise damaged(where, error) from error
 
 
-def parse(path: Path) -> Layer:
-    with safetensors.safe_open(str(path), framework="pt") as file:
-        meta = file.metadata() or {}
-        if meta.get("format") != FORMAT:
-            raise ModuleError(f"{path} is no packed experts file: format {meta.get('format')!r}, expected {FORMAT!r}")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+def parse(meta: dict[str, str], tensors: dict[str, torch.Tensor], path: object) -> Layer:
     sizes = LayerSizes(**json.loads(meta["sizes"]))
     name, alpha, limit = json.loads(meta["activation"])
     spec = activation(name, float(alpha), float(limit))
@@ -77,6 +85,8 @@ def parse(path: Path) -> Layer:
 
 def activation(name: str, alpha: float, limit: float) -> ActivationSpec:
     """The activation as `write` recorded it, resolved anew: alpha 1 and an infinite limit stand for none."""
+    if name == activations.LINEAR.name:
+        return activations.NONE
     kind = activations.ACTIVATIONS[name]
     return activations.resolve(
         name, alpha if kind.takes_alpha else None, None if math.isinf(limit) and limit > 0 else limit
@@ -86,14 +96,16 @@ def activation(name: str, alpha: float, limit: float) -> ActivationSpec:
 def check_sizes(sizes: LayerSizes, spec: ActivationSpec) -> None:
     """The kernels trust the sizes: their types must be exact, and the gate that of the activation."""
     for name, value in asdict(sizes).items():
-        wanted = bool if name in ("gated", "bias13", "bias2") else int
+        wanted = bool if name in ("gated", "bias13", "bias2", "linear") else int
         if type(value) is not wanted or (wanted is int and value < 1):
             raise ValueError(f"{name} is {value!r}, expected {'true or false' if wanted is bool else 'a whole number'}")
     if sizes.gated != spec.gated:
         raise ValueError(f"gated is {sizes.gated}, activation {spec.name} says {spec.gated}")
+    if sizes.linear != (spec is activations.NONE):
+        raise ValueError(f"linear is {sizes.linear}, activation is {spec.name}")
 
 
-def check_tensors(path: Path, kernel: MicroKernel, sizes: LayerSizes, tensors: dict[str, torch.Tensor]) -> None:
+def check_tensors(path: object, kernel: MicroKernel, sizes: LayerSizes, tensors: dict[str, torch.Tensor]) -> None:
     """Shapes of a packed file must be those its metadata implies: the kernels trust them."""
     expected = shapes(kernel, sizes)
     for name in ARRAYS:

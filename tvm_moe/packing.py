@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from . import isa, runtime
+from . import activations, isa, runtime
 from .activations import ActivationSpec
 from .errors import MoEError
 from .expert_weights import VECTORS, ExpertWeights, check_alike, check_expert, check_sizes
@@ -58,7 +58,7 @@ class Packer:
         if interleaved and not spec.gated:
             raise MoEError(f"interleaved=True needs a gated activation, {spec.name!r} has no gate; leave it out")
         self.kernel = isa.choose(dtype, level).kernel
-        self.sizes = LayerSizes(num_experts, hidden, intermediate, spec.gated)
+        self.sizes = LayerSizes(num_experts, hidden, intermediate, spec.gated, linear=spec is activations.NONE)
         self.spec, self.interleaved, self.batch = spec, interleaved, batch
         self.module = module or runtime.load(self.kernel)
         self.tensors: dict[str, Tensor] = {}
@@ -78,7 +78,8 @@ class Packer:
         for name, vectors in self.vectors.items():
             vectors[e] = getattr(w, name).detach().reshape(-1)
         self.count += 1
-        self.take(e, "13", w.w13)
+        if not self.sizes.linear:
+            self.take(e, "13", w.w13)
         self.take(e, "2", w.w2)
         if len(self.waiting) >= 2 * self.batch or self.count == self.sizes.experts:
             self.pack_waiting()
@@ -215,7 +216,9 @@ def unpack(layer: Layer, e: int) -> ExpertWeights:
         named = {f"w{which}_{k}": v[e].reshape(-1)[keep] if wanted[k] else None for k, v in vectors.items()}
         return {f"w{which}": rows, **named}
 
-    return ExpertWeights(**logical("13", I, half, H), **logical("2", H, kernel.NR, I))  # type: ignore[arg-type]
+    down = logical("2", H, kernel.NR, I)
+    gate_up = {"w13": t["w2"][e, :0]} if sizes.linear else logical("13", I, half, H)
+    return ExpertWeights(**gate_up, **down)  # type: ignore[arg-type]
 
 
 def repack(layer: Layer, kernel: MicroKernel) -> Layer:

@@ -38,6 +38,8 @@ class Field(IntEnum):
     TOP_K = auto()
     EXPERTS = auto()
     HIDDEN = auto()
+    INPUT = auto()  # columns of hidden_states: HIDDEN, but for a layer without gate/up projections
+    LINEAR = auto()  # 1: such a layer, whose blocks' rows come straight from hidden_states
     THREADS = auto()
     X_STRIDE = auto()  # elements between the rows of hidden_states
     OUT_STRIDE = auto()
@@ -124,18 +126,31 @@ class LayerSizes:
     gated: bool
     bias13: bool = False
     bias2: bool = False
+    linear: bool = False  # down projections alone: hidden_states are the intermediate
+
+    @property
+    def input(self) -> int:
+        return self.intermediate if self.linear else self.hidden
 
     def half(self, kernel: MicroKernel) -> int:
         return kernel.NR // 2 if self.gated else kernel.NR
 
     def shape13(self, kernel: MicroKernel) -> tuple[int, int, int, int, int]:
         """Packed gate/up weights [E, panels, K groups, NR, group]."""
+        if self.linear:
+            return self.experts, 0, 0, kernel.NR, kernel.group
         groups = -(-self.hidden // kernel.group)
         return self.experts, -(-self.intermediate // self.half(kernel)), groups, kernel.NR, kernel.group
 
     def shape2(self, kernel: MicroKernel) -> tuple[int, int, int, int, int]:
         groups = -(-self.intermediate // kernel.group)
         return self.experts, -(-self.hidden // kernel.NR), groups, kernel.NR, kernel.group
+
+    def row_of_intermediate(self, kernel: MicroKernel) -> int:
+        """Elements between its rows: whole panels of the gate/up stage, or whole K groups of hidden_states."""
+        if self.linear:
+            return -(-self.intermediate // kernel.group) * kernel.group
+        return self.shape13(kernel)[1] * self.half(kernel)
 
 
 @dataclass(frozen=True)
@@ -156,8 +171,7 @@ class Plan:
 
 def parts(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int) -> list[tuple[int, int]]:
     """The ranges of tokens that are served one after the other."""
-    _, panels13, _, _, _ = sizes.shape13(kernel)
-    intermediate = tokens * top_k * panels13 * sizes.half(kernel) * kernel.itemsize
+    intermediate = tokens * top_k * sizes.row_of_intermediate(kernel) * kernel.itemsize
     cached = -(-intermediate // (PART_BYTES * threads))
     count = max(1, min(cached, tokens, tokens * top_k // (PART_ROWS * sizes.experts)))
     return [(tokens * i // count, tokens * (i + 1) // count) for i in range(count)]
@@ -168,9 +182,11 @@ def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threa
     F, slots = Field, tokens * top_k
     _, panels13, k13, NR, group = sizes.shape13(kernel)
     _, panels2, k2, _, _ = sizes.shape2(kernel)
+    panels13 = panels13 or 1
     want = ITEMS_PER_THREAD * threads
     # Panels give parallelism first: smaller blocks read an expert's weights once more each.
-    row_block = min(L2_ROWS, max(kernel.MR, slots * min(panels13, panels2) // want))
+    fewest = panels2 if sizes.linear else min(panels13, panels2)
+    row_block = min(L2_ROWS, max(kernel.MR, slots * fewest // want))
     row_block = -(-row_block // kernel.MR) * kernel.MR
     likely_blocks = max(1, min(sizes.experts, slots), slots // row_block)
     group13 = min(panels13, max(1, likely_blocks * panels13 // want))
@@ -214,8 +230,10 @@ def make(
     v = split(kernel, sizes, tokens, top_k, threads)
     v |= {
         F.TOKENS: tokens, F.TOP_K: top_k, F.EXPERTS: sizes.experts, F.HIDDEN: sizes.hidden, F.THREADS: threads,
+        F.INPUT: sizes.input, F.LINEAR: int(sizes.linear),
         F.X_STRIDE: x_stride, F.OUT_STRIDE: out_stride, F.K13: k13, F.K2: k2,
-        F.PANELS13: panels13, F.PANELS2: panels2, F.HALF: half, F.X_LD: k13 * group, F.H_LD: panels13 * half,
+        F.PANELS13: panels13, F.PANELS2: panels2, F.HALF: half, F.X_LD: k13 * group,
+        F.H_LD: sizes.row_of_intermediate(kernel),
         F.START_STRIDE: NR if kernel.offset else 0,
         F.BIAS13_STRIDE: NR * sizes.bias13, F.BIAS2_STRIDE: NR * sizes.bias2,
     }  # fmt: skip

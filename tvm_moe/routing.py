@@ -52,6 +52,13 @@ def route(
     where scores are normalised). Ids taken from a table (DeepSeek-V4's first layers) are the caller's; no routing
     happens. Arguments are not modified and no gradient is recorded. Raises MoEError for anything inconsistent.
     """
+    if torch.compiler.is_compiling():
+        from . import ops
+
+        return ops.route(
+            router_logits, top_k, scoring, renormalize, correction_bias, num_groups, topk_groups, scaling_factor,
+            per_expert_scale,
+        )  # fmt: skip
     check(router_logits, top_k, scoring, correction_bias, num_groups, topk_groups, per_expert_scale)
     logits = router_logits.float().contiguous()
     # Scores and weights are computed in f64 and rounded once: torch's f32 sigmoid and softplus differ in the last bit

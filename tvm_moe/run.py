@@ -17,8 +17,6 @@ import tvm_moe
 from . import eager
 from .checkpoint import Checkpoint, LayerReader
 from .compare import Distance, distance, expected_outputs
-from .errors import MoEError
-from .experts import PackedExperts
 from .models import LayerShape
 
 # Bounds of the distance between a layer and the reference that rounds the same operands in the same places, bf16 or
@@ -75,7 +73,7 @@ def run_layer(
     generator = torch.Generator().manual_seed(reader.index)
     hidden = torch.randn(tokens, reader.hidden_size, generator=generator).bfloat16()
     weights, ids = tvm_moe.route(reader.router(hidden), **reader.routing)
-    experts = pack_layer(reader, dtype, isa, progress)
+    experts = reader.pack(dtype, isa, None if progress is None else partial(progress, reader.index))
 
     def fused() -> Tensor:
         return tvm_moe.fused_moe(hidden, experts, weights, ids)
@@ -98,24 +96,6 @@ def run_layer(
         eager_milliseconds=eager_seconds * 1e3,
         gops=shape(reader).operations(tokens) / seconds / 1e9,
         gigabytes_per_second=traffic / seconds / 1e9,
-    )
-
-
-def pack_layer(
-    reader: LayerReader, dtype: str | None, isa: str | None, progress: Callable[[int, int], None] | None
-) -> PackedExperts:
-    """The layer's experts, packed as they are read: memory is the packed layer and one expert."""
-    if reader.dtype == "int8" and dtype == "bf16":
-        raise MoEError("this checkpoint is stored in INT8 and runs as it is; leave --dtype bf16 out")
-    return PackedExperts.from_experts(
-        reader.experts(),
-        reader.num_experts,
-        reader.hidden_size,
-        reader.intermediate_size,
-        dtype=dtype or reader.dtype,
-        isa=isa,
-        progress=None if progress is None else partial(progress, reader.index),
-        **reader.options,
     )
 
 

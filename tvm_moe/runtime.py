@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 from array import array
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +23,7 @@ from .plan import LayerSizes, Plan
 
 X_CODES = {"bfloat16": 0, "uint16": 0, "float32": 1}  # storage of hidden_states and output; uint16 holds bf16
 PLANS = 1024  # cached per layer; a server sees as many token counts at most
+FORMAT = "tvm_moe packed experts 1"
 ARRAYS = ("w13", "start13", "scale13", "bias13", "w2", "start2", "scale2", "bias2")
 
 
@@ -139,6 +141,14 @@ class Layer:
         self, kernel: MicroKernel, sizes: LayerSizes, activation: ActivationSpec, arrays: dict[str, Any]
     ) -> None:
         self.kernel, self.sizes, self.activation, self.arrays = kernel, sizes, activation, arrays
+        self.description = json.dumps(  # all of it but the arrays: the metadata of files, an argument of `ops`
+            {
+                "format": FORMAT,
+                "kernel": kernel.name,
+                "sizes": json.dumps(asdict(sizes)),
+                "activation": json.dumps([activation.name, activation.alpha, str(activation.limit)]),
+            }
+        )
         self._addresses = [address(arrays[name]) for name in ARRAYS]
         self._plans: dict[tuple[int, ...], Plan] = {}
         self.known: dict[Any, Plan] = {}  # of calls that `api` need not check again

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from .. import activations
-from ..errors import CheckpointError
-from ..experts import ExpertWeights
+from ..dense import Router, SharedExpert
+from ..errors import CheckpointError, MoEError
+from ..experts import ExpertWeights, PackedExperts
 from .files import FLOATS
 from .formats import ACTIVATION, NUM_EXPERTS, TOP_K, Config, Format, groups, number, shared_size
 from .tensors import LayerTensors
-
-GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
 
 
 class LayerReader:
@@ -77,13 +70,24 @@ class LayerReader:
         """All experts in order, one at a time."""
         return map(self.expert, range(self.num_experts))
 
+    def pack(
+        self, dtype: str | None = None, isa: str | None = None, progress: Callable[[int], None] | None = None
+    ) -> PackedExperts:
+        """All experts, packed as they are read: memory is the packed layer and one expert. ``progress(e)`` after each."""
+        if self.dtype == "int8" and dtype == "bf16":
+            raise MoEError("this checkpoint is stored in INT8 and runs as it is; leave dtype (--dtype bf16) out")
+        return PackedExperts.from_experts(
+            self.experts(), self.num_experts, self.hidden_size, self.intermediate_size,
+            dtype=dtype or self.dtype, isa=isa, progress=progress, **self.options,
+        )  # fmt: skip
+
     def router(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, E]`` in f32 of ``hidden [T, H]`` in any float dtype."""
-        x, scale = hidden.float(), self._tensors.vector(self._row.router_scale, self.hidden_size)
-        if scale is not None:
-            eps = self._config.get("rms_norm_eps", 1e-6)
-            x = functional.rms_norm(x, (self.hidden_size,), eps=eps) * scale * self.hidden_size**-0.5
-        return functional.linear(x, self.router_weight(), self.router_bias())
+        return self.router_module()(hidden)
+
+    def router_module(self) -> Router:
+        scale = self._tensors.vector(self._row.router_scale, self.hidden_size)
+        return Router(self.router_weight(), self.router_bias(), scale, self._config.get("rms_norm_eps", 1e-6))
 
     def router_weight(self) -> torch.Tensor:
         """``[E, H]`` in f32."""
@@ -95,16 +99,20 @@ class LayerReader:
 
     def shared_expert(self, hidden: torch.Tensor) -> torch.Tensor:
         """The shared experts of ``hidden [T, H]`` by torch, in its dtype; quantized weights are dequantized."""
+        return self.shared_module(hidden.dtype)(hidden)
+
+    def shared_module(self, dtype: torch.dtype = torch.bfloat16) -> SharedExpert:
+        """The shared experts as a torch module with weights of ``dtype``."""
         if not self.has_shared_experts:
             raise CheckpointError(f"layer {self.index} has no shared experts; ask has_shared_experts first")
         shared, size, H = self._row.shared, shared_size(self._config), self.hidden_size
-        gate = self._apply(f"{shared}.gate_proj", hidden, size)
-        up = self._apply(f"{shared}.up_proj", hidden, size)
-        y = self._apply(f"{shared}.down_proj", GATES[self.activation](gate) * up, H)
-        return y if self._row.shared_gate is None else y * torch.sigmoid(self._apply(self._row.shared_gate, hidden, 1))
 
-    def _apply(self, name: str, x: torch.Tensor, N: int) -> torch.Tensor:
-        return functional.linear(x, self._tensors.dense(name, (N, x.shape[-1])).to(x.dtype))
+        def weight(name: str, N: int, K: int) -> torch.Tensor:
+            return self._tensors.dense(name, (N, K)).to(dtype)
+
+        gate, up = (weight(f"{shared}.{name}_proj", size, H) for name in ("gate", "up"))
+        weigher = None if self._row.shared_gate is None else weight(self._row.shared_gate, 1, H)
+        return SharedExpert(gate, up, weight(f"{shared}.down_proj", H, size), self.activation, weigher)
 
     def _separate_expert(self, e: int) -> ExpertWeights:
         H, I = self.hidden_size, self.intermediate_size

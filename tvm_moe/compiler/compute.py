@@ -212,6 +212,22 @@ def prepare_rows(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
     return strided(te.create_prim_func([x, factor, scale, out]), "x", "out")
 
 
+def gather(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
+    """Rows of ``source`` type (as in `prepare_rows`) that ``row_ids`` names, as the gate/up stage leaves an intermediate."""
+    rows, columns = i64("rows"), i64("columns")
+    x = te.placeholder((i64("tokens"), columns), source, name="x")
+    ids = te.placeholder((rows,), "int32", name="row_ids")
+
+    def value(r: tirx.Var, c: tirx.Var) -> tirx.PrimExpr:
+        found = x[ids[r].astype("int64"), c]
+        if kernel.dtype == "int8":
+            return bf16_to_f32(found) if source == "uint16" else found
+        return found if source == "uint16" else f32_to_bf16(found)
+
+    out = te.compute((rows, columns), value, name="out")
+    return strided(te.create_prim_func([x, ids, out]), "x", "out")
+
+
 def combine(kernel: MicroKernel, target: str, columns: int | tirx.Var) -> tirx.PrimFunc:
     """(y [rows, NR], position [T * k], weight [T, k], out [T, columns]): f32 sum over the slots of a token in slot order.
 

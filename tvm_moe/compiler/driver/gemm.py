@@ -230,6 +230,8 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
     """One block's intermediate rows against a group of down panels; results stay in f32, a row per slot."""
     NR, size = kernel.NR, kernel.itemsize
     panel_bytes = NR * kernel.group * size
+    # Sums that are results as they are go where they stay. (Tiles of filled up rows would write into other blocks' rows.)
+    direct = kernel.dtype == "bf16" and kernel.row_group == 1
     epilogue_down, fetch_ahead = N.epilogue_down, N.fetch_ahead
 
     @T.prim_func(private=True, s_tir=True)
@@ -248,7 +250,7 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
         n: T.let = T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b])
         iota: T.let = T.handle_add_byte_offset(scratch, P[F.AT_IOTA])
         x: T.let = T.handle_add_byte_offset(scratch, finished_rows(kernel, P, b, first))
-        acc: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ACC] + th * P[F.ROW_BLOCK] * T.int64(NR * 4))
+        own: T.let = P[F.AT_ACC] + th * P[F.ROW_BLOCK] * T.int64(NR * 4)
         slots: T.let = P[F.TOKENS] * P[F.TOP_K]
         panels: T.let = T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])
         for p in range(panels):
@@ -260,6 +262,11 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
                 T.handle_add_byte_offset(scale2, soon * T.int64(NR * 4)),
                 T.handle_add_byte_offset(bias2, soon * P[F.BIAS2_STRIDE] * T.int64(4)),
             )
+            y: T.let = P[F.AT_Y] + ((g % P[F.RING_Y] * P[F.GROUP2] + p) * slots + first) * T.int64(NR * 4)
+            results: T.let = T.handle_add_byte_offset(scratch, y)
+            acc: T.let = T.handle_add_byte_offset(
+                scratch, T.if_then_else(P[F.BIAS2_STRIDE] == T.int64(0), y, own) if direct else own
+            )
             panel(
                 n, x, P[F.H_LD], iota,
                 T.handle_add_byte_offset(w2, at * P[F.K2] * T.int64(panel_bytes)),
@@ -269,15 +276,11 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
                 T.if_then_else(p == T.int64(0), T.int64(1), T.int64(0)),
                 T.if_then_else(p + T.int64(1) == panels, (next_first - first) * P[F.H_LD] * T.int64(size), T.int64(0)),
             )  # fmt: skip
-            epilogue_down(
-                acc, T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)), iota,
-                T.handle_add_byte_offset(scale2, at * T.int64(NR * 4)),
-                T.handle_add_byte_offset(bias2, at * P[F.BIAS2_STRIDE] * T.int64(4)),
-                T.handle_add_byte_offset(
-                    scratch,
-                    P[F.AT_Y] + ((g % P[F.RING_Y] * P[F.GROUP2] + p) * slots + first) * T.int64(NR * 4),
-                ),
-                n, T.int64(0),
-            )  # fmt: skip
+            if tirx.any(P[F.BIAS2_STRIDE] != T.int64(0), T.bool(not direct)):
+                epilogue_down(
+                    acc, T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)), iota,
+                    T.handle_add_byte_offset(scale2, at * T.int64(NR * 4)),
+                    T.handle_add_byte_offset(bias2, at * P[F.BIAS2_STRIDE] * T.int64(4)), results, n, T.int64(0),
+                )  # fmt: skip
 
     return down_item

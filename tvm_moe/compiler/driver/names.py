@@ -26,6 +26,8 @@ class N:
     fetch_ahead = GlobalVar("fetch_ahead")
     prepare_item = GlobalVar("prepare_item")
     gate_up_item = GlobalVar("gate_up_item")
+    gather = GlobalVar("gather")
+    gather_item = GlobalVar("gather_item")
     interleave = GlobalVar("interleave")
     finish_block = GlobalVar("finish_block")
     down_item = GlobalVar("down_item")

@@ -42,6 +42,35 @@ def prepare_item(kernel: MicroKernel) -> tirx.PrimFunc:
     return prepare_item
 
 
+def gather_item(kernel: MicroKernel) -> tirx.PrimFunc:
+    """In place of a gate/up item where a layer has no such projections: a block's rows of hidden_states, zero beyond."""
+    staged = kernel.dtype == "int8" or kernel.row_group > 1
+    out_type, size = ("float32", 4) if kernel.dtype == "int8" else ("uint16", 2)
+    gather = N.gather
+
+    @T.prim_func(private=True, s_tir=True)
+    def gather_item(
+        b: T.int64, x: T.handle, x_code: T.int64, plan: T.handle("int64"), scratch: T.handle,
+        blocks: T.handle("int32"), intermediate: T.handle(out_type),
+    ) -> None:  # fmt: skip
+        P = T.decl_buffer((FIELDS,), "int64", data=plan)
+        B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
+        first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + b])
+        n: T.let = T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b])
+        row: T.let = b % P[F.RING_H] * P[F.ROW_BLOCK] if staged else first
+        H = T.decl_buffer((T.int64(1) << T.int64(40),), out_type, data=intermediate)
+        gather(
+            x_code, x, T.handle_add_byte_offset(scratch, P[F.AT_ROWS] + first * T.int64(4)),
+            T.handle_add_byte_offset(intermediate, row * P[F.H_LD] * T.int64(size)),
+            P[F.TOKENS], P[F.INPUT], P[F.X_STRIDE], n, P[F.H_LD],
+        )  # fmt: skip
+        for r in range(n):
+            for c in range(P[F.H_LD] - P[F.INPUT]):
+                H[(row + r) * P[F.H_LD] + P[F.INPUT] + c] = T.Cast(out_type, 0)
+
+    return gather_item
+
+
 def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
     """A block's rows as its tiles read them, [K groups, rows, group] each, filled up with the tile's last row."""
     MR, unit = kernel.MR, kernel.group * kernel.itemsize

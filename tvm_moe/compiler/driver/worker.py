@@ -5,12 +5,15 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
+from ...kernels import MicroKernel
 from ...plan import PREPARE_ROWS, SYNC_BLOCK_COUNT, SYNC_BLOCKS, SYNC_PREPARED, SYNC_TICKET
 from .names import FIELDS, F, N
 
 
-def worker() -> tirx.PrimFunc:
+def worker(kernel: MicroKernel) -> tirx.PrimFunc:
     prepare_item, gate_up_item, down_item = N.prepare_item, N.gate_up_item, N.down_item
+    gather_item = N.gather_item
+    ring = F.AT_HF if kernel.dtype == "int8" or kernel.row_group > 1 else F.AT_H
     finish_block, combine_item = N.finish_block, N.combine_item
 
     @T.prim_func(private=True, s_tir=True)
@@ -23,7 +26,9 @@ def worker() -> tirx.PrimFunc:
         Y = T.decl_buffer((SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX] + 2 * P[F.ITEMS2],), "int64", data=sync)
         B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
         n_blocks: T.let = Y[SYNC_BLOCK_COUNT]
-        prepares: T.let = (P[F.TOKENS] + T.int64(PREPARE_ROWS - 1)) // T.int64(PREPARE_ROWS)
+        prepares: T.let = T.if_then_else(
+            P[F.LINEAR] == T.int64(0), (P[F.TOKENS] + T.int64(PREPARE_ROWS - 1)) // T.int64(PREPARE_ROWS), T.int64(0)
+        )
         down_from: T.let = prepares + n_blocks * P[F.ITEMS13]
         # The down stage goes in rounds: a panel group's blocks, and the combine of the group `lag` rounds before. By then all
         # its blocks are done or under way, so that few threads wait; the ring must have room for that many groups.
@@ -57,9 +62,12 @@ def worker() -> tirx.PrimFunc:
                 T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[SYNC_PREPARED]), prepares))
                 if b >= P[F.RING_H]:
                     T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[ready + b - P[F.RING_H]]), T.int64(1)))
-                new: T.let = T.Cast("int64", last[0] != b)
-                gate_up_item(th, b, g, next_at[0], new, plan, scratch, blocks, row_ids)
-                last[0] = b
+                if P[F.LINEAR] != T.int64(0):
+                    gather_item(b, x, x_code, plan, scratch, blocks, T.handle_add_byte_offset(scratch, P[ring]))
+                else:
+                    new: T.let = T.Cast("int64", last[0] != b)
+                    gate_up_item(th, b, g, next_at[0], new, plan, scratch, blocks, row_ids)
+                    last[0] = b
                 done[0] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_BLOCKS + b]), T.int64(1))
                 if done[0] == P[F.ITEMS13]:
                     finish_block(th, b, plan, scratch, blocks)

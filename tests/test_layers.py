@@ -1,0 +1,115 @@
+"""Packed experts and whole MoE blocks as torch modules."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+import tvm_moe
+from tests import tiny_models
+from tests.helpers import make_case
+from tvm_moe import FusedMoE, MoEError, checkpoint
+from tvm_moe.dense import Router
+from tvm_moe.layers import Experts
+
+
+@pytest.fixture
+def case():
+    return make_case(T=6, E=4, H=40, I=24, dtype="int8")
+
+
+@pytest.fixture
+def block(case):
+    return FusedMoE(case.pack(), torch.randn(4, 40), 2, shared=torch.nn.Linear(40, 40, bias=False).bfloat16())
+
+
+def test_a_block_is_router_experts_and_shared_expert(case, block):
+    x = torch.randn(2, 3, 40).bfloat16()
+    flat = x.view(6, 40)
+    weights, ids = tvm_moe.route(block.router(flat), 2)
+    want = tvm_moe.fused_moe(flat, case.pack(), weights, ids) + block.shared(flat)
+    assert torch.equal(block(x), want.view(2, 3, 40))
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_a_block_from_a_checkpoint_is_its_layer(name, tmp_path):
+    tiny_models.make(name).save_pretrained(tmp_path)
+    opened = checkpoint.open(tmp_path)
+    index = opened.layers[-1]
+    reader = opened.layer(index)
+    made = FusedMoE.from_checkpoint(tmp_path, index)
+    x = torch.randn(5, reader.hidden_size).bfloat16()
+    weights, ids = tvm_moe.route(reader.router(x), **reader.routing)
+    want = tvm_moe.fused_moe(x, reader.pack(), weights, ids)
+    if reader.has_shared_experts:
+        want = want + reader.shared_expert(x)
+    assert torch.equal(made(x), want)
+
+
+def test_int8_from_a_floating_checkpoint(tmp_path):
+    tiny_models.make("qwen3_moe").save_pretrained(tmp_path)
+    assert FusedMoE.from_checkpoint(tmp_path, 0, dtype="int8", isa="generic").experts.packed.dtype == "int8"
+
+
+def test_conversions_leave_packed_weights_as_they_are(case, block):
+    want = block.experts(case.x, case.weights, case.ids)
+    for convert in (torch.nn.Module.half, torch.nn.Module.double, lambda m: m.to(torch.bfloat16), torch.nn.Module.cpu):
+        assert torch.equal(convert(block).experts(case.x, case.weights, case.ids), want)
+    with pytest.raises(MoEError, match="cannot be moved to meta"):
+        block.to("meta")
+
+
+def test_state_dicts_carry_the_layout(case, block):
+    file = io.BytesIO()
+    torch.save(block.state_dict(), file)
+    file.seek(0)
+    other = FusedMoE(
+        make_case(T=6, E=4, H=40, I=24, dtype="int8", seed=9).pack(), torch.randn(4, 40), 2, shared=block.shared
+    )
+    assert not torch.equal(other(case.x), block(case.x))
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(other(case.x), block(case.x))
+
+
+def test_a_state_dict_of_another_layout_is_refused(case, block):
+    for foreign in (
+        case.but(options={"dtype": "bf16"}).pack(),
+        case.but(options={"dtype": "int8", "isa": "generic"}).pack(),
+    ):
+        with pytest.raises(MoEError, match=r"experts were packed as .*pack the original weights on this CPU"):
+            block.experts.load_state_dict(Experts(foreign).state_dict())
+
+
+def test_copies(case, block):
+    twin = copy.deepcopy(block)
+    assert torch.equal(twin(case.x), block(case.x))
+    assert twin.experts.w13.data_ptr() != block.experts.w13.data_ptr()
+
+
+def test_no_parameters_to_train(block):
+    assert {name for name, _ in block.named_parameters()} == {"shared.weight"}
+
+
+def test_wrong_routing_is_an_error_at_once(case):
+    with pytest.raises(MoEError, match="top_k must be between 1 and the number of experts 4, got 5"):
+        FusedMoE(case.pack(), torch.randn(4, 40), 5)
+    with pytest.raises(MoEError, match="unknown scoring 'max'"):
+        FusedMoE(case.pack(), torch.randn(4, 40), 2, scoring="max")
+
+
+def test_routing_options_reach_the_router(case):
+    bias, scale = torch.tensor([9.0, 0, 0, 9]), torch.rand(4)
+    block = FusedMoE(
+        case.pack(), Router(torch.randn(4, 40)), 2, scoring="sigmoid", correction_bias=bias, per_expert_scale=scale
+    )
+    options = {"scoring": "sigmoid", "correction_bias": bias, "per_expert_scale": scale}
+    weights, ids = tvm_moe.route(block.router(case.x), 2, **options)
+    assert set(ids.flatten().tolist()) == {0, 3}
+    assert torch.equal(block(case.x), tvm_moe.fused_moe(case.x, case.pack(), weights, ids))
+
+
+def test_it_prints_what_it_is(block):
+    assert "PackedExperts(num_experts=4, hidden_size=40" in str(block)

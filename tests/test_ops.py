@@ -1,0 +1,151 @@
+"""The torch.library operators: what torch asks of them, torch.compile, torch.export, no gradients."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tvm_moe
+from tests.helpers import make_case
+from tvm_moe import MoEError, ops
+from tvm_moe.layers import Experts, FusedMoE
+
+ROUTE = (4, "softmax", True, None, 1, 1, 1.0, None)
+
+
+def arguments(case, packed):
+    return case.x, ops.tensors(packed), packed.layer.description, case.weights, case.ids.long(), False
+
+
+@pytest.fixture(params=["bf16", "int8"])
+def case(request):
+    return make_case(T=9, E=6, H=40, I=24, bias=True, dtype=request.param)
+
+
+def test_what_torch_asks_of_an_operator(case):
+    packed = case.pack()
+    torch.library.opcheck(torch.ops.tvm_moe.fused_moe.default, arguments(case, packed))
+    linear = tvm_moe.pack_linear(case.w2, dtype=packed.dtype)
+    torch.library.opcheck(
+        torch.ops.tvm_moe.fused_moe.default,
+        (torch.randn(9, 24), ops.tensors(linear), linear.layer.description, case.weights, case.ids),
+    )
+    logits = torch.randn(9, 8)
+    torch.library.opcheck(torch.ops.tvm_moe.route.default, (logits, *ROUTE))
+    torch.library.opcheck(
+        torch.ops.tvm_moe.route.default, (logits, 2, "sigmoid", True, torch.randn(8), 4, 2, 2.5, torch.rand(8))
+    )
+
+
+def test_the_operator_is_the_function(case):
+    packed = case.pack()
+    assert torch.equal(torch.ops.tvm_moe.fused_moe(*arguments(case, packed)), case.run(packed))
+    logits = torch.randn(9, 8)
+    for got, want in zip(torch.ops.tvm_moe.route(logits, *ROUTE), tvm_moe.route(logits, 4), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_compiled_whole_for_any_number_of_tokens(case):
+    packed = case.pack()
+
+    def block(x, logits):
+        weights, ids = tvm_moe.route(logits, 2)
+        return x + tvm_moe.fused_moe(x, packed, weights, ids)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    for T in (9, 3, 1):
+        x, logits = case.x[:T], torch.randn(T, 6)
+        assert torch.equal(compiled(x, logits), block(x, logits))
+
+
+def test_compiled_with_out(case):
+    packed = case.pack()
+
+    def into(out):
+        return tvm_moe.fused_moe(case.x, packed, case.weights, case.ids, out=out)
+
+    out = torch.empty_like(case.x)
+    assert torch.equal(torch.compile(into, fullgraph=True)(out), case.run(packed))
+    assert torch.equal(out, case.run(packed))
+
+
+def test_a_module_compiles(case):
+    block = FusedMoE(case.pack(), torch.randn(6, 40), 2)
+    x = torch.randn(2, 5, 40).bfloat16()
+    assert torch.equal(torch.compile(block, fullgraph=True)(x), block(x))
+
+
+def test_an_exported_program_holds_its_experts(tmp_path, case):
+    """It runs in another process, which has never seen the weights."""
+    block = FusedMoE(case.pack(), torch.randn(6, 40), 2).eval()
+    x = torch.randn(4, 40).bfloat16()
+    program = torch.export.export(block, (x,), dynamic_shapes=({0: torch.export.Dim("tokens", min=1, max=64)},))
+    torch.export.save(program, tmp_path / "block.pt2")
+    torch.save((torch.cat([x, x]), block(torch.cat([x, x]))), tmp_path / "expected.pt")
+    code = (
+        "import sys, torch, tvm_moe.ops\n"
+        "program = torch.export.load(sys.argv[1] + '/block.pt2').module()\n"
+        "x, want = torch.load(sys.argv[1] + '/expected.pt')\n"
+        "assert torch.equal(program(x), want)"
+    )
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=root)
+
+
+def test_no_gradient_is_an_error_and_only_if_asked_for(case):
+    packed = case.pack()
+    x = case.x.clone().requires_grad_()
+    y = torch.ops.tvm_moe.fused_moe(x, *arguments(case, packed)[1:])
+    assert torch.equal(y, case.run(packed))
+    with pytest.raises(MoEError, match="tvm_moe is for inference: no gradient flows"):
+        y.sum().backward()
+    with torch.no_grad():
+        assert not torch.ops.tvm_moe.fused_moe(x, *arguments(case, packed)[1:]).requires_grad
+
+
+def test_other_threads_and_devices_say_so(case):
+    packed = case.pack()
+    x, *rest = arguments(case, packed)
+    assert torch.ops.tvm_moe.fused_moe(x.to("meta"), [t.to("meta") for t in rest[0]], *rest[1:]).shape == x.shape
+    with pytest.raises(MoEError, match=r"hidden_states is torch.float64"):
+        torch.ops.tvm_moe.fused_moe(x.double(), *rest)
+
+
+def test_descriptions_are_checked(case):
+    x, packed, layer, *rest = arguments(case, case.pack())
+
+    def run(packed, layer):
+        return torch.ops.tvm_moe.fused_moe(x, packed, layer, *rest)
+
+    with pytest.raises(MoEError, match="is no description of packed experts"):
+        run(packed, "experts")
+    with pytest.raises(MoEError, match="packed has 7 tensors, expected the 8"):
+        run(packed[1:], layer)
+    with pytest.raises(MoEError, match="packed tensors w2 are not contiguous"):
+        run([t.transpose(2, 3) if i == 4 else t for i, t in enumerate(packed)], layer)
+    with pytest.raises(MoEError, match=r"tensor w2 is .*, expected"):
+        run([t[:, :0] if i == 4 else t for i, t in enumerate(packed)], layer)
+    foreign = json.dumps(json.loads(layer) | {"kernel": "int8_of_another_cpu"})
+    with pytest.raises(MoEError, match="was packed for 'int8_of_another_cpu'"):
+        run(packed, foreign)
+
+
+def test_nothing_is_kept_alive(case):
+    import weakref
+
+    packed = case.pack()
+    case.run(packed)
+    torch.ops.tvm_moe.fused_moe(*arguments(case, packed))
+    gone = weakref.ref(packed.layer.arrays["w13"])
+    del packed
+    assert gone() is None
+
+
+def test_experts_as_a_module_are_the_function(case):
+    packed = case.pack()
+    assert torch.equal(Experts(packed)(case.x, case.weights, case.ids), case.run(packed))
