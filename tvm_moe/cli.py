@@ -75,6 +75,33 @@ def run(
 
 
 @app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a model that transformers can load.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue, greedily.")],
+    dtype: Annotated[Dtype, typer.Option(help="Of the experts; int8 quantizes BF16 weights.")] = Dtype.bf16,
+    new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="grouped_mm", help="Also transformers' own experts, in BF16 and on a model of its own."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each side, in turns; medians are shown.")] = 3,
+    held_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also the bits per byte of this text.")] = None,
+    isa: Isa = None,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Generate text with a transformers model whose experts run here; show speed and memory."""
+    from . import generate_report
+
+    made = generate_report.run(
+        model, dtype.value, prompt, new_tokens=new_tokens, compare=compare, rounds=rounds, held_out=held_out, isa=isa,
+        threads=threads, to_stderr=json_file == "-",
+    )  # fmt: skip
+    if json_file is not None:
+        write_json(made, json_file)
+
+
+@app.command()
 def show_config(json_file: Json = None) -> None:
     """CPU, features, chosen and rejected levels with reasons, modules, threads, versions."""
     import torch  # noqa: F401  (its OpenMP threads are what calls will run on)
