@@ -12,7 +12,7 @@ import torch
 
 import tvm_moe
 from tests.helpers import make_case
-from tvm_moe import MoEError, ops
+from tvm_moe import MoEError, UnsupportedISAError, ops
 from tvm_moe.layers import Experts, FusedMoE
 
 ROUTE = (4, "softmax", True, None, 1, 1, 1.0, None)
@@ -149,3 +149,14 @@ def test_nothing_is_kept_alive(case):
 def test_experts_as_a_module_are_the_function(case):
     packed = case.pack()
     assert torch.equal(Experts(packed)(case.x, case.weights, case.ids), case.run(packed))
+
+
+def test_experts_for_a_cpu_that_is_not_this_one(case, monkeypatch):
+    """As a program that was exported elsewhere would bring them: no illegal instruction."""
+    packed = case.pack()
+    monkeypatch.setattr(ops, "_layers", {})
+    monkeypatch.setattr(ops.isa, "executable", lambda kernel: (False, "this CPU lacks everything"))
+    with pytest.raises(
+        UnsupportedISAError, match=r"are packed for .*, but this CPU lacks everything; pack the weights"
+    ):
+        torch.ops.tvm_moe.fused_moe(*arguments(case, packed))

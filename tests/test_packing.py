@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import tvm_moe
 from tests.conftest import rows
 from tests.helpers import make_case
 from tests.test_layer import LAYOUTS, STORED, strided
@@ -227,3 +228,27 @@ def test_packing_does_not_double_memory(kernel, kind):
     assert done.returncode == 0, done.stderr
     peak, packed, expert = map(int, done.stdout.split())
     assert 0.9 * packed < peak <= packed + 2 * expert + 2**23
+
+
+class Int8Like:
+    """As torchao's Int8Tensor looks: the parts that are read."""
+
+    def __init__(self, qdata, scale, **more):
+        self.qdata, self.scale = qdata, scale
+        vars(self).update(more)
+
+
+def test_torchao_weights_are_taken_as_they_are():
+    case = make_case(weights="int8")
+    scales = {name: case.options[f"{name}_scale"][..., None] for name in ("w13", "w2")}
+    got = tvm_moe.pack_experts(Int8Like(case.w13, scales["w13"]), Int8Like(case.w2, scales["w2"]))
+    assert torch.equal(case.run(got), case.run(case.pack()))
+    linear = tvm_moe.pack_linear(Int8Like(case.w2, scales["w2"]))
+    assert linear.dtype == "int8"
+
+
+def test_torchao_weights_that_are_not_symmetric():
+    case = make_case(weights="int8")
+    w13 = Int8Like(case.w13, case.options["w13_scale"][..., None], zero_point=torch.ones(1))
+    with pytest.raises(MoEError, match=r"w13 is quantized with zero points: .*; dequantize it first"):
+        tvm_moe.pack_experts(w13, case.w2)

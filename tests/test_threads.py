@@ -115,6 +115,29 @@ def test_the_smallest_of_all_limits_counts(monkeypatch, set_num_threads, ask_alw
     assert tvm_moe.get_num_threads() == 17
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "counts"),
+    [
+        ("OMP_PROC_BIND", "true", False),
+        ("OMP_PROC_BIND", "close,spread", False),
+        ("GOMP_CPU_AFFINITY", "0 1", False),
+        ("OMP_PROC_BIND", "FALSE", True),
+    ],
+)
+def test_the_mask_of_a_pinned_thread_is_not_that_of_the_team(
+    monkeypatch, set_num_threads, ask_always, name, value, counts
+):
+    """OpenMP pins the calling thread, too, to one core."""
+    set_num_threads(None)
+    for other in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(threads, "quota", lambda: sys.maxsize)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
+    assert tvm_moe.get_num_threads() == (1 if counts else 17)
+
+
 def test_an_explicit_number_is_taken_as_it_is(monkeypatch, set_num_threads, ask_always):
     monkeypatch.setattr(threads, "quota", lambda: 1)
     set_num_threads(5)

@@ -67,9 +67,21 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+# Those that the checkpoint reader does not read.
+MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", {**DEEPSEEK, "head_dim": 8, "num_mtp_layers": 0}),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", LOCAL),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {**LOCAL, "num_experts_per_tok": 1, "intermediate_size_mlp": 40},
+    ),
+}
+
+
 def make(name: str, **changes: Any) -> torch.nn.Module:
     """A bf16 model whose every parameter and buffer of the MoE layers is random (biases are zero by default)."""
-    config_class, model_class, differs = MODELS[name]
+    config_class, model_class, differs = (MODELS | MORE)[name]
     config = getattr(transformers, config_class)(**{**BASE, **differs, **changes})
     model = getattr(transformers, model_class)(config).to(torch.bfloat16).eval()
     generator = torch.Generator().manual_seed(0)
@@ -77,6 +89,17 @@ def make(name: str, **changes: Any) -> torch.nn.Module:
         if tensor.is_floating_point():
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
     return model
+
+
+def small(name: str, **changes: Any) -> torch.nn.Module:
+    """A model to run: dense layers small, too, as many key as query heads where attention wants it, all of it seeded."""
+    _, _, differs = (MODELS | MORE)[name]
+    sizes = {"intermediate_size": 40, "global_head_dim": 8, "sliding_window": 32}
+    if "kv_lora_rank" in differs:
+        sizes["num_key_value_heads"] = BASE["num_attention_heads"]
+    torch.manual_seed(0)
+    model = make(name, **{k: v for k, v in sizes.items() if k not in differs}, attn_implementation="eager", **changes)
+    return model.requires_grad_(False)
 
 
 def rewrite(folder: Path, change: Any) -> None:

@@ -17,6 +17,8 @@ _PUBLIC = {
     "pack_linear": "api",
     "fused_moe": "api",
     "FusedMoE": "layers",
+    "ExpertParallelMoE": "parallel",
+    "TensorParallelMoE": "parallel",
     "set_num_threads": "threads",
     "get_num_threads": "threads",
     "explain": "report",

@@ -9,6 +9,7 @@ import torch
 from . import activations, runtime
 from .errors import MoEError
 from .experts import ExpertWeights, PackedExperts
+from .integrations import torchao
 from .plan import Field
 from .threads import fork_safe, forked, get_num_threads
 
@@ -37,7 +38,8 @@ def pack_experts(
 
     Args:
         w13: gate and up projections [E, 2I, H], any strides ([E, I, H] for relu2). Gate rows first, then up rows;
-            ``interleaved=True``: even rows gate, odd rows up. bf16, f16 or f32; or int8 with ``w13_scale``.
+            ``interleaved=True``: even rows gate, odd rows up. bf16, f16 or f32; int8 with ``w13_scale``, or torchao's
+            Int8Tensor, which brings its own.
         w2: down projections [E, H, I], any strides.
         w13_scale, w2_scale: per-channel scales [E, N] or [E, N, 1] of int8 weights.
         w13_bias, w2_bias: [E, N], added in f32.
@@ -48,6 +50,8 @@ def pack_experts(
     Raises:
         MoEError: shapes, dtypes or devices that do not fit; UnsupportedISAError: a level this CPU lacks.
     """
+    w13, w13_scale = taken_apart("w13", w13, w13_scale)
+    w2, w2_scale = taken_apart("w2", w2, w2_scale)
     check_weights(w13, w2)
     E, N, H = w13.shape
     I = w2.shape[2]
@@ -80,6 +84,7 @@ def pack_linear(
     ``y[t] = sum_j topk_weights[t, j] * (x[t] @ w[topk_ids[t, j]].T + bias[topk_ids[t, j]])``: for experts whose activation
     is not among ours, which takes its place between two of these. Other arguments and errors as of `pack_experts`.
     """
+    w, scale = taken_apart("w", w, scale)
     if not isinstance(w, Tensor) or w.ndim != 3 or sparse(w):
         raise MoEError(f"w must be a dense 3-D torch tensor [E, N, K], got {described(w)}")
     E, N, K = w.shape
@@ -95,6 +100,16 @@ def pack_linear(
         map(expert, range(E)), E, N, K, dtype=dtype or ("int8" if w.dtype == torch.int8 else "bf16"),
         activation=activations.NONE, isa=isa, batch=E,
     )  # fmt: skip
+
+
+def taken_apart(name: str, w: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """torchao's int8 tensors as weights and scales, all others as they are."""
+    if not torchao.is_quantized(w) or scale is not None:
+        return w, scale
+    found = torchao.parts(w, name)
+    if isinstance(found, str):
+        raise MoEError(f"{found}; dequantize it first")
+    return found
 
 
 def check_weights(w13: Tensor, w2: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -192,6 +193,8 @@ def imported() -> Any:
         import transformers
     except ImportError:
         raise MoEError("tvm-moe generate needs transformers: pip install 'tvm_moe[hf]'") from None
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     return transformers
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import api, packed_file, routing
-from .errors import MoEError
+from . import api, isa, packed_file, routing
+from .errors import MoEError, UnsupportedISAError
 from .experts import PackedExperts
 from .runtime import ARRAYS
 
@@ -71,7 +71,13 @@ def assembled(packed: list[Tensor], layer: str) -> PackedExperts:
         raise MoEError(
             f"packed tensors {', '.join(bad)} are not contiguous or not on the CPU; pass them as they were packed"
         )
-    return PackedExperts(packed_file.assemble(described, dict(zip(ARRAYS, packed, strict=True)), "the packed layer"))
+    made = packed_file.assemble(described, dict(zip(ARRAYS, packed, strict=True)), "the packed layer")
+    runs, reason = isa.executable(made.kernel)
+    if not runs:
+        raise UnsupportedISAError(
+            f"these experts are packed for {made.kernel.isa}, but {reason}; pack the weights here"
+        )
+    return PackedExperts(made)
 
 
 def fused_moe(

@@ -58,7 +58,7 @@ def train(
     batch: int = BATCH,
     progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """AdamW with a tenth of warmup and a cosine down to zero; ``progress(step, bits per byte of the batch)`` after each step."""
+    """AdamW with a tenth of warmup and a cosine down to zero; ``progress(step, bits per byte)`` of the batch after each."""
     tokens, generator = encode(data), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     rate = torch.optim.lr_scheduler.LambdaLR(

@@ -64,8 +64,15 @@ def allowed() -> int:
     """CPUs that affinity and quota leave us. Affinity is asked for again after `AFFINITY_SECONDS`: every call would pay."""
     global _allowed, _allowed_until
     if (now := time.monotonic()) >= _allowed_until:
-        _allowed, _allowed_until = min(len(os.sched_getaffinity(0)), quota()), now + AFFINITY_SECONDS
+        affinity = sys.maxsize if bound() else len(os.sched_getaffinity(0))
+        _allowed, _allowed_until = min(affinity, quota()), now + AFFINITY_SECONDS
     return _allowed
+
+
+def bound() -> bool:
+    """Whether OpenMP pins each thread of its team: the caller's own mask is then one core, and says nothing of the team."""
+    binds = os.environ.get("OMP_PROC_BIND", "false").split(",")[0].strip().lower() != "false"
+    return binds or any(name in os.environ for name in ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"))
 
 
 @cache

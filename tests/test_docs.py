@@ -1,0 +1,116 @@
+"""What the documents say is so: every Python block runs, every command runs, every link leads somewhere.
+
+Commands run in a folder that has what the documents speak of: ``demo_out``, ``small-model``. What takes minutes, or is what
+runs this test, is listed with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tiny_models
+from tvm_moe import small_model
+
+pytest.importorskip("transformers", minversion="5")
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ELSEWHERE = {
+    "scripts/demo": "makes the checkpoints of this test's fixture; test_run runs the same on them",
+    "scripts/test": "runs this test",
+    "scripts/build_modules": "builds wheels, as test_wheel does",
+    "pip install": "changes the environment that runs this test; test_wheel installs into one of its own",
+    "tvm-moe build --out DIR": "builds every level, as test_building does",
+    "tvm-moe verify DIR": "the modules of the line before",
+    "tvm-moe tune --model": "takes hours; test_tuning tunes a tiny task",
+    "tvm-moe bench --model": "takes minutes; test_bench runs smaller ones",
+    "tvm-moe run CHECKPOINT": "has a placeholder; the same with a folder is in getting-started.md",
+    "tvm-moe build --tuned": "for AVX-512 and all logs; test_building builds with a log",
+    "tvm-moe generate MODEL": "has a placeholder; the same with a folder is in getting-started.md",
+}
+README_NAMES = """
+import torch
+E, H, I, T = 8, 64, 32, 4
+w13, w2 = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+router_logits, hidden_states = torch.randn(T, E), torch.randn(T, H)
+"""
+
+
+def blocks(language):
+    for document in DOCUMENTS:
+        for i, text in enumerate(
+            re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+        ):
+            yield pytest.param(text, document, id=f"{document.stem}-{i}")
+
+
+def commands():
+    for block in blocks("bash"):
+        for line in block.values[0].splitlines():
+            command = line.split("  #")[0].strip()
+            if command and not command.startswith("#"):
+                yield pytest.param(command.split(" # ")[0].strip(), id=f"{block.id}: {command[:60]}")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with tiny models under the names that the documents use."""
+    folder = tmp_path_factory.mktemp("docs")
+    tiny_models.make("qwen3_moe").save_pretrained(folder / "demo_out" / "bf16")
+    import transformers
+
+    model = small_model.make(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    model.config.output_router_logits = False
+    model.to(torch.bfloat16).save_pretrained(folder / "small-model")
+    transformers.ByT5Tokenizer().save_pretrained(folder / "small-model")
+    (folder / "small-model" / "held-out.txt").write_text("Calls are expressions.")
+    return folder
+
+
+@pytest.mark.parametrize(("text", "document"), blocks("python"))
+def test_python(text, document, place):
+    code = README_NAMES + text if document.name == "README.md" else text
+    code = code.replace("top_k=8", "top_k=2") if document.name == "README.md" else code
+    run([sys.executable, "-W", "ignore", "-c", code], place)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command, place):
+    for prefix, reason in ELSEWHERE.items():
+        if command.startswith(prefix):
+            pytest.skip(reason)
+    run(["bash", "-euo", "pipefail", "-c", command], place)
+
+
+def run(command, place):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        command, cwd=place, env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_links_and_files(document):
+    text = document.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (document.parent / target).exists(), target
+    for path in re.findall(r"`((?:tvm_moe|schedules|tests|scripts|compiler)/[\w/.]+)`", text):
+        found = [ROOT / path, ROOT / "tvm_moe" / path]
+        assert any(p.exists() for p in found), path
+
+
+def test_quoted_messages_are_those_of_the_sources():
+    sources = "\n".join(p.read_text() for p in (ROOT / "tvm_moe").rglob("*.py"))
+    table = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = [q for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for q in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) > 15
+    joined = re.sub(r'"\s*\n\s*f?"', "", sources)
+    for words in quoted:
+        assert words in joined, words
