@@ -25,8 +25,16 @@ class OuterProduct(TileSchedule):
         lines = 6 if self.rows >= self.PREFETCH_ROWS else 0
         return (
             Decision("prefetch", (0, 2, 4, 6), lines),
-            Decision("vectors_outside", (0, 1), 0, structural=True),  # of rows: then a weight vector is loaded once
+            # Vectors outside of rows: a weight vector is loaded once, and only one is held at a time.
+            Decision("vectors_outside", (0, 1), int(self.registers_needed > self.kernel.registers), structural=True),
         )
+
+    @property
+    def registers_needed(self) -> int:
+        """With rows outside: the sums, all weight vectors (loaded once, for all rows), a broadcast."""
+        vectors = self.kernel.NR // self.lanes
+        held = getattr(intrin.family(self.kernel.intrinsic), "HELD", 1) if self.kernel.intrinsic else 1
+        return self.rows * vectors + (vectors + 1) * held
 
     def tile_loops(self, s: Schedule, acc: Any, decided: dict[str, Any]) -> tuple[Any, Any]:
         r, n, k = s.get_loops(acc)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .errors import MoEError, UnsupportedISAError
 
 LADDER = {
-    "x86_64": ("generic", "avx2", "avxvnni", "avx512_vnni", "amx"),
+    "x86_64": ("generic", "avx2", "avxvnni", "avxvnniint8", "avx512_vnni", "amx"),
     "aarch64": ("generic", "dotprod", "i8mm_bf16"),
 }
 DTYPES = ("int8", "bf16")
@@ -42,6 +42,7 @@ class MicroKernel:
     # Activation rows one instruction reads. Where it is more than one, the rows of a tile lie interleaved, [K groups, rows,
     # group], filled up to a multiple of it with a repeated row; a row alone lies as it is, and its tile repeats it.
     row_group: int = 1
+    registers: int = 32  # vector registers the instruction can name
 
     def __post_init__(self) -> None:
         if self.rows != tuple(sorted({1, *range(self.row_group, self.MR + 1, self.row_group)})):
@@ -84,12 +85,21 @@ def _vnni(dtype: str, **row: object) -> MicroKernel:
     return MicroKernel("avx512_vnni", dtype, rows=tuple(range(1, 7)), NR=64, style="OuterProduct", **row)  # type: ignore[arg-type]
 
 
+def _ymm(isa: str, dtype: str, more: set[str], rows: int, **row: object) -> MicroKernel:
+    """Sixteen ymm registers: rows * 4 accumulators, a weight vector (two where it is widened), and each row's broadcast."""
+    features = _AVX2 | more
+    target = (("x86_64", ",".join(f"+{f}" for f in sorted(features))),)
+    row |= {"features": features, "target": target, "registers": 16}
+    return MicroKernel(isa, dtype, rows=tuple(range(1, rows + 1)), NR=32, style="OuterProduct", **row)  # type: ignore[arg-type]
+
+
 def _arm(isa: str, dtype: str, features: set[str], **row: object) -> MicroKernel:
     target = (("aarch64", ",".join(f"+{f}" for f in sorted(features))),)
     return MicroKernel(isa, dtype, features=frozenset(features), target=target, **row)  # type: ignore[arg-type]
 
 
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx2", "fma", "f16c", "bmi", "bmi2"})
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 _ANY = (("x86_64", ""), ("aarch64", ""))
 
 TABLE: tuple[MicroKernel, ...] = (
@@ -97,6 +107,22 @@ TABLE: tuple[MicroKernel, ...] = (
     # narrower panels would cost every other loop.
     MicroKernel("generic", "int8", "int8", "int8", "int32", (1, 2), 32, 4, 0, None, "OuterProduct", frozenset(), _ANY),
     MicroKernel("generic", "bf16", "uint16", "uint16", "float32", (1, 2), 32, 2, 0, None, "OuterProduct", frozenset(), _ANY),
+    _ymm(
+        "avx2", "int8", set(), 2, activation="int8", weight="int8", accumulator="int32", group=4, offset=0,
+        intrinsic="pmaddwd",
+    ),
+    _ymm(
+        "avx2", "bf16", set(), 2, activation="uint16", weight="uint16", accumulator="float32", group=2, offset=0,
+        intrinsic="fma",
+    ),
+    _ymm(
+        "avxvnni", "int8", {"avxvnni"}, 3, activation="uint8", weight="int8", accumulator="int32", group=4, offset=128,
+        intrinsic="avxvnni",
+    ),
+    _ymm(
+        "avxvnniint8", "int8", {"avxvnniint8"}, 3, activation="int8", weight="int8", accumulator="int32", group=4,
+        offset=0, intrinsic="avxvnniint8",
+    ),
     _vnni(
         "int8", activation="uint8", weight="int8", accumulator="int32", group=4, offset=128, intrinsic="vnni",
         features=_AVX512 | {"avx512_vnni"}, target=(("x86_64", "cascadelake"),),
