@@ -1,0 +1,66 @@
+"""How tokens and results travel between the ranks of an `ExpertParallelMoE`.
+
+An exchange takes x [T, H], weights f32 [T, k] and ids int32 [T, k], -1 where a slot is skipped; it gives f32 [T, H].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .rows import combined, joined, parted
+
+if TYPE_CHECKING:
+    from .expert import ExpertParallelMoE
+
+F32, I32 = torch.float32, torch.int32
+
+
+def all_to_all(layer: ExpertParallelMoE, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """A token is sent once to each rank that it needs, with all its ids; the results come back in the order of its slots."""
+    group, (T, k), H = layer.group, ids.shape, x.shape[1]
+    owner = layer.owners[ids.long()]  # [T, k]; -1 finds the last entry
+    needs = owner.new_zeros(T, group.size + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :-1]
+    _, token = torch.where(needs.T)
+    sent = needs.sum(0).tolist()
+    received = group.announce(sent, x, k)
+    rows = group.all_to_all(joined(x[token], ids[token]), sent, received)
+    x_in, ids_in = parted(rows, (H, x.dtype), (k, I32))
+
+    own = (ids_in >= layer.first) & (ids_in < layer.first + layer.counts[group.rank])
+    t, j = torch.where(own)
+    results = layer.sums(x_in.float()[t], weights.new_ones(len(t), 1), ids_in[t, j, None])
+    back = [int(part.sum()) for part in own.split(received)]
+    expected = owner.flatten().bincount(minlength=group.size + 1)[:-1].tolist()
+    results = group.all_to_all(results, back, expected)
+    slots = owner.flatten().argsort(stable=True)[: len(results)]
+    return combined(results, slots, weights)
+
+
+def all_reduce(layer: ExpertParallelMoE, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Every rank gathers all tokens, and gets back the sums of its own.
+
+    By all_to_all both ways: it takes any number of tokens a rank, and sums are added in rank order. gloo's own reduce_scatter
+    (torch 2.13) takes equal numbers only, in an order of its own, and twice the time (2 ranks of 1024 tokens: 45 ms for 21).
+    """
+    group, (T, k), H = layer.group, ids.shape, x.shape[1]
+    own = [T] * group.size
+    received = group.announce(own, x, k)
+    rows = group.all_to_all(joined(x, weights, ids).repeat(group.size, 1), own, received)
+    x_in, weights_in, ids_in = parted(rows, (H, x.dtype), (k, F32), (k, I32))
+    sums = group.all_to_all(layer.sums(x_in, weights_in, ids_in), received, own)
+    total, *others = sums.view(group.size, T, H)
+    for other in others:
+        total += other
+    return total
+
+
+def replicated(layer: ExpertParallelMoE, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    return layer.group.all_reduce(layer.sums(x, weights, ids))
+
+
+Exchange = Callable[["ExpertParallelMoE", Tensor, Tensor, Tensor], Tensor]
+EXCHANGES: dict[str, Exchange] = {"all_to_all": all_to_all, "all_reduce": all_reduce, "replicated": replicated}
