@@ -18,6 +18,37 @@ ROOT = Path(__file__).parent.parent
 CPUS = {"Haswell": {"int8": "avx2", "bf16": "avx2"}, "Nehalem": {"int8": "generic", "bf16": "generic"}}
 
 
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    """The library of vnni_emulator.c."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
+    if isa.machine() != "x86_64" or compiler is None:
+        pytest.skip("needs an x86-64 CPU and a C compiler")
+    made = tmp_path_factory.mktemp("emulator") / "emulator.so"
+    source = ROOT / "tests" / "vnni_emulator.c"
+    subprocess.run([compiler, "-x", "c", "-O2", "-shared", "-fPIC", source, "-o", made], check=True)
+    return made
+
+
+@pytest.mark.parametrize(("level", "which"), [("avxvnni", 0), ("avxvnniint8", 1)])
+def test_layers_on_a_level_that_this_cpu_lacks(level, which, emulator):
+    """Exact accumulators and whole layers; only the intended instruction was executed, and often."""
+    kernel = kernels.find(level, "int8")
+    if missing := (kernel.features - {level}) - isa.features():
+        pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
+    if isa.executable(kernel)[0]:
+        pytest.skip(f"this CPU executes {level} itself: test_layer runs it")
+    modules.find(kernel)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.vnni_layers", level, str(emulator)],
+        cwd=ROOT, env=os.environ | {"TVM_MOE_ISA": "", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts[which] > 1000
+    assert counts[1 - which] == 0
+
+
 @pytest.mark.parametrize("cpu", CPUS)
 def test_layers_on_an_older_cpu(cpu):
     if isa.machine() != "x86_64":
