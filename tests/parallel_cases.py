@@ -300,13 +300,23 @@ def gaps() -> Iterator[None]:
 @listed("differing-calls")
 def differing_calls() -> Iterator[None]:
     """Then calls go on; so they do after one that no rank should have made."""
-    case, wrong = make_case(E=7), make_case(E=7, k=2 if rank() else 3, x_dtype=BF16 if rank() else F32)
+    case, one = make_case(E=7), rank() == world() - 1
+    wrong = {
+        "k is 2 on one rank and 3 on another": make_case(E=7, k=2 if one else 3),
+        "dtype is torch.bfloat16 on one rank and torch.float32 on another": make_case(
+            E=7, x_dtype=BF16 if one else F32
+        ),
+    }
     got = []
-    for exchange in ("all_to_all", "all_reduce"):
+    for exchange in EXCHANGES:
         module = layer(ExpertParallelMoE, case, exchange=exchange)
-        raises("rank 1 has k = 2 and torch.bfloat16, rank 0 k = 3 and torch.float32", call, module, wrong)
-        raises("hidden_states has 7 columns", module, case.x[:, :7], case.weights, case.ids)
+        for message, other in wrong.items():
+            raises(message, call, module, other)
+        refused = "hidden_states has 7 columns" if one else "another rank's call was refused"
+        raises(refused, module, case.x[:, :7] if one else case.x, case.weights, case.ids)
         got.append(call(module, case))
+    for module in (layer(ExpertParallelMoE, case, exchange="replicated"), layer(TensorParallelMoE, case)):
+        raises("tokens is 4 on one rank and 5 on another", call, module, make_case(E=7, T=4 if one else 5))
     yield
     equal(got[0], case.run(case.pack()))
     near(got[1], case.run(case.pack()), order_bound(case, world()))

@@ -77,6 +77,12 @@ def test_a_checkpoint_stored_in_int8(tmp_path):
         generate.generate(str(tmp_path), "bf16", "abc")
 
 
+def test_a_model_without_a_tokenizer(tmp_path):
+    tiny_models.make("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(MoEError, match=r"no tokenizer|no model that transformers can open"):
+        generate.generate(str(tmp_path), "bf16", "abc")
+
+
 def test_one_token_has_no_decode_speed(folder):
     found = generate.generate(str(folder), "bf16", "abc", new_tokens=1, rounds=2)
     assert found["sides"][0]["decode"] is None

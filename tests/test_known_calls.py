@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tvm_moe
 from tests.helpers import make_case
@@ -64,8 +64,8 @@ def test_bad_calls_still_say_what_is_wrong(known):
         case.but(x=case.x.to("meta")).run(packed)
     with pytest.raises(MoEError, match="must be PackedExperts"):
         tvm_moe.fused_moe(case.x, None, case.weights, case.ids)
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((MoEError, RuntimeError)):
-        case.run(packed)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # what follows operators gets a result that stands for one
+        assert isinstance(case.run(packed), FakeTensor)
 
 
 def test_results_do_not_share_memory_and_inputs_stay(known):

@@ -113,3 +113,52 @@ def test_routing_options_reach_the_router(case):
 
 def test_it_prints_what_it_is(block):
     assert "PackedExperts(num_experts=4, hidden_size=40" in str(block)
+
+
+def test_a_router_for_other_experts_is_an_error(case):
+    with pytest.raises(MoEError, match=r"router has shape \(3, 40\), expected \[E, H\] = \(4, 40\)"):
+        FusedMoE(case.pack(), torch.randn(3, 40), 2)
+    with pytest.raises(MoEError, match="the router gives 5 logits a token, this block has 4 experts"):
+        FusedMoE(case.pack(), torch.nn.Linear(40, 5, dtype=torch.bfloat16), 2)(case.x)
+
+
+def test_hidden_states_of_another_size_are_an_error(block):
+    with pytest.raises(MoEError, match="hidden_states has 41 columns, this block has hidden size 40"):
+        block(torch.randn(2, 41))
+
+
+def test_explain_takes_modules(block):
+    once = torch.nn.Sequential(block, copy.deepcopy(block))
+    for holder in (block, block.experts, once):
+        assert tvm_moe.explain(holder).count("PackedExperts(num_experts=4") == 1
+    with pytest.raises(MoEError, match="a module that holds some, or None; got Linear without any"):
+        tvm_moe.explain(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, torch.int8])
+def test_torch_names_of_dtypes(case, dtype):
+    kind = "int8" if dtype == torch.int8 else "bf16"
+    assert case.but(options={"dtype": dtype}).pack().dtype == kind
+
+
+def test_what_is_no_experts_router_or_tensor(case, block):
+    with pytest.raises(MoEError, match=r"experts must be PackedExperts .*got Linear"):
+        FusedMoE(torch.nn.Linear(2, 2), torch.randn(4, 40), 2)
+    with pytest.raises(MoEError, match=r"router must be a module or a weight .*got NoneType"):
+        FusedMoE(case.pack(), None, 2)
+    for top_k in ("2", 2.5, None):
+        with pytest.raises(MoEError, match="top_k must be between 1 and the number of experts 4"):
+            FusedMoE(case.pack(), torch.randn(4, 40), top_k)
+    for x in (torch.tensor(1.0), [1.0]):
+        with pytest.raises(MoEError, match="hidden_states must be a torch tensor"):
+            block(x)
+    with pytest.raises(MoEError, match="topk_ids must be a dense 2-D torch tensor on the CPU, got list"):
+        block.experts(case.x, case.weights, case.ids.tolist())
+
+
+def test_experts_of_another_block(case, block):
+    assert FusedMoE(block.experts, torch.randn(4, 40), 2)(case.x).shape == case.x.shape
+
+
+def test_one_token_without_a_batch(case, block):
+    assert torch.equal(block(case.x[0]), block(case.x[:1])[0])

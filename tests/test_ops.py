@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -111,7 +114,11 @@ def test_no_gradient_is_an_error_and_only_if_asked_for(case):
 def test_other_threads_and_devices_say_so(case):
     packed = case.pack()
     x, *rest = arguments(case, packed)
-    assert torch.ops.tvm_moe.fused_moe(x.to("meta"), [t.to("meta") for t in rest[0]], *rest[1:]).shape == x.shape
+    weights, ids = (t.to("meta") for t in rest[2:4])
+    assert (
+        torch.ops.tvm_moe.fused_moe(x.to("meta"), [t.to("meta") for t in rest[0]], rest[1], weights, ids).shape
+        == x.shape
+    )
     with pytest.raises(MoEError, match=r"hidden_states is torch.float64"):
         torch.ops.tvm_moe.fused_moe(x.double(), *rest)
 
@@ -160,3 +167,85 @@ def test_experts_for_a_cpu_that_is_not_this_one(case, monkeypatch):
         UnsupportedISAError, match=r"are packed for .*, but this CPU lacks everything; pack the weights"
     ):
         torch.ops.tvm_moe.fused_moe(*arguments(case, packed))
+
+
+def test_inputs_on_different_devices(case):
+    x, *rest = arguments(case, case.pack())
+    for mixed in ((x, *rest[:2], rest[2].to("meta"), *rest[3:]), (x, *rest[:3], rest[3].to("meta"), *rest[4:])):
+        with pytest.raises(MoEError, match="are on cpu, meta; all must be on the CPU"):
+            torch.ops.tvm_moe.fused_moe(*mixed)
+
+
+def test_what_follows_operators_sees_the_call(case):
+    """Also where a call of that kind has been served before, and without torch.compile."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    packed = case.pack()
+    module, want = Experts(packed), case.run(packed)
+    for call in (lambda *a: tvm_moe.fused_moe(a[0], packed, *a[1:]), module):
+        graph = make_fx(lambda *a, call=call: call(*a))(case.x, case.weights, case.ids)
+        assert "tvm_moe.fused_moe.default" in [str(node.target) for node in graph.graph.nodes]
+        assert torch.equal(graph(case.x, case.weights, case.ids), want)
+
+
+def test_compiled_with_gradients_on(case):
+    """As a model whose parameters want gradients runs: the forward pass works, the backward pass says why there is none."""
+    module = Experts(case.pack())
+    compiled = torch.compile(module, fullgraph=True)
+    x = case.x.clone().requires_grad_()
+    y = compiled(x, case.weights, case.ids)
+    assert torch.equal(y, module(case.x, case.weights, case.ids))
+    with pytest.raises(MoEError, match="no gradient flows"):
+        y.sum().backward()
+
+
+def test_dual_numbers_are_refused(case):
+    from torch.autograd import forward_ad
+
+    module = Experts(case.pack())
+    with forward_ad.dual_level(), pytest.raises(MoEError, match="no gradient flows"):
+        module(forward_ad.make_dual(case.x, torch.ones_like(case.x)), case.weights, case.ids)
+
+
+@pytest.mark.parametrize("layer", ["null", "{}", "[1]", "3"])
+def test_descriptions_that_are_none(case, layer):
+    x, packed, _, *rest = arguments(case, case.pack())
+    for device in ("cpu", "meta"):
+        with pytest.raises(MoEError, match=r"is no description of packed experts|is no packed experts file"):
+            torch.ops.tvm_moe.fused_moe(x.to(device), packed, layer, *(t.to(device) for t in rest[:2]))
+
+
+def test_compiled_out_is_checked(case):
+    packed = case.pack()
+
+    @torch.compile(backend="eager")
+    def into(x, out):
+        return tvm_moe.fused_moe(x, packed, case.weights, case.ids, out=out)
+
+    for out in (torch.empty(9, 40, dtype=torch.float16), torch.empty(3, 40).bfloat16(), case.x):
+        with pytest.raises(Exception, match=r"out is |out overlaps"):
+            into(case.x, out)
+
+
+def test_experts_packed_in_inference_mode_can_be_loaded_into(case):
+    with torch.inference_mode():
+        module = Experts(case.pack())
+    module.load_state_dict(Experts(case.pack()).state_dict())
+
+
+def test_a_block_in_a_forked_child(case):
+    block = FusedMoE(case.pack(), torch.randn(6, 40), 2)
+    x = torch.randn(2048, 40)
+    block(x)  # the team of threads exists
+    child = os.fork()
+    if child == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            block(x)
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if done == (0, 0):
+        os.kill(child, 9)
+    assert done == (child, 0), "the child hangs"

@@ -60,7 +60,9 @@ def test_the_second_time_nothing_changes_and_the_report_says_so():
     model = tiny_models.small("qwen3_moe")
     prepare_(model)
     state = {name: t.data_ptr() for name, t in model.named_buffers()}
-    report = prepare_(model, "int8")
+    with pytest.raises(MoEError, match="was packed as bf16 before and cannot become int8; load the model again"):
+        prepare_(model, "int8")
+    report = prepare_(model, "bf16")
     assert (report.packed, report.left) == ([], [])
     assert report.already == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert "model.layers.0.mlp.experts: packed before, nothing changed" in str(report)

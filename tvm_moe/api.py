@@ -157,7 +157,7 @@ def fused_moe(
 
     Raises: MoEError where shapes, dtypes, devices or overlap do not fit; nothing has been written then.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or under_a_mode():
         return recorded(hidden_states, experts, topk_weights, topk_ids, apply_router_weight_on_input, out)
     arguments = hidden_states, experts, topk_weights, topk_ids, apply_router_weight_on_input
     served = known_call(*arguments) if out is None else None
@@ -167,11 +167,22 @@ def fused_moe(
 def recorded(
     x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, on_input: bool, out: Tensor | None
 ) -> Tensor:
-    """The call as torch.compile and torch.export record it."""
+    """The call as torch.compile, torch.export and whatever else follows operators record it."""
     from . import ops
 
+    if not isinstance(experts, PackedExperts):
+        check_call(x, experts, weights, ids, on_input)
+    if out is not None:
+        check_out_kind(out, experts.hidden_size, x)
+        if any(out is tensor for tensor in (x, weights, ids)):
+            raise MoEError("out is one of the inputs; pass a tensor of its own")
     result = ops.call(x, experts, weights, ids, on_input)
     return result if out is None else out.copy_(result)
+
+
+def under_a_mode() -> bool:
+    """Whether something follows every operator (`make_fx`, FakeTensorMode): it would not see a call of a module."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def known_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, on_input: bool) -> Tensor | None:
@@ -180,7 +191,7 @@ def known_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, 
     Between two layers of a model this code has left the caches, and then every line of Python costs: of the 700 us that a
     layer's one token takes, a checked call took 180 and this one 90 (21 and 11 when repeated at once).
     """
-    if forked():  # torch operations need `fork_safe` there
+    if forked() or under_a_mode():  # torch operations need `fork_safe` in a forked child
         return None
     try:
         if not type(x) is type(weights) is type(ids) is Tensor or x.is_neg() or weights.is_neg():
@@ -285,12 +296,15 @@ def check_tensors(x: Tensor, weights: Tensor, ids: Tensor, columns: int, on_inpu
         raise MoEError(f"T * k = {T * k} slots; at most 2^31 - 1 fit one call: split the tokens")
 
 
-def check_out(out: Tensor, columns: int, *inputs: Tensor) -> None:
-    x = inputs[0]
+def check_out_kind(out: Tensor, columns: int, x: Tensor) -> None:
     shape = (len(x), columns)
     if not isinstance(out, Tensor) or out.shape != shape or out.dtype != x.dtype or out.device != x.device:
         got = f"{tuple(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
         raise MoEError(f"out is {got}, expected {shape} {x.dtype} on the CPU")
+
+
+def check_out(out: Tensor, columns: int, *inputs: Tensor) -> None:
+    check_out_kind(out, columns, inputs[0])
     if out.is_neg() or sparse(out):
         raise MoEError("out is a negated view or sparse; pass a plain dense tensor")
     if out.requires_grad:

@@ -109,9 +109,10 @@ def show_config(json_file: Json = None) -> None:
     from . import report
 
     if json_file is None:
-        typer.echo(report.explain())
-    else:
-        write_json(report.configuration(), json_file)
+        text = report.explain()
+        typer.echo(text)
+        raise typer.Exit(1 if text.startswith(report.NOTHING_RUNS) else 0)
+    write_json(report.configuration(), json_file)
 
 
 @app.command()

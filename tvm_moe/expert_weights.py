@@ -31,6 +31,12 @@ class ExpertWeights:
     w2_bias: Tensor | None = None
 
 
+def dtype_name(dtype: object) -> object:
+    """ "bf16" or "int8" also where torch's names or dtypes stand for them; anything else as it is, to be refused."""
+    name = str(dtype).removeprefix("torch.")
+    return {"bfloat16": "bf16", "int8": "int8"}.get(name, dtype)
+
+
 def check_sizes(dtype: str, E: int, H: int, I: int) -> None:
     if dtype not in DTYPES:
         raise MoEError(f"dtype={dtype!r} is not supported; expected one of {sorted(DTYPES)} or None")

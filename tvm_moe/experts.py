@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import activations, isa, packed_file
 from .activations import ActivationSpec
 from .errors import ModuleError, MoEError
+from .expert_weights import dtype_name
 from .kernels import MicroKernel
 from .packing import ExpertWeights, Packer, repack
 from .runtime import FORMAT, Layer
@@ -84,6 +87,7 @@ class PackedExperts:
 
     @classmethod
     @fork_safe
+    @torch.inference_mode(False)  # weights outlive whatever mode they are packed in
     def from_experts(
         cls,
         experts: Iterable[ExpertWeights],
@@ -105,7 +109,9 @@ class PackedExperts:
         ``batch`` experts are packed at a time; their tensors must stay as they are meanwhile.
         """
         spec = activations.resolve(activation, alpha, limit) if isinstance(activation, str) else activation
-        packer = Packer(dtype, num_experts, hidden_size, intermediate_size, spec, interleaved, isa, batch=batch)
+        packer = Packer(
+            str(dtype_name(dtype)), num_experts, hidden_size, intermediate_size, spec, interleaved, isa, batch=batch
+        )
         for e, expert in enumerate(experts):
             packer.add(e, expert)
             if progress is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import isa as levels
 from .errors import MoEError
 
 OURS = "tvm_moe"
@@ -103,6 +104,8 @@ def generate(
     All sides take turns, so that they meet the same load. ``held_out``: a text whose bits per byte are measured, too.
     """
     check_sizes(new_tokens, rounds)
+    if isa is not None:
+        levels.choose(dtype, isa)  # what cannot run is said before anything is loaded
     data = None if held_out is None else read(held_out)
     tokenizer, model, report = load(path, dtype, isa)
     ids = encode(tokenizer, prompt)
@@ -169,6 +172,8 @@ def load(path: str, dtype: str, isa: str | None) -> tuple[Any, Any, Any]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise MoEError(f"{path}: no model that transformers can open ({first_line(error)})") from error
+    if not tokenizer("a", add_special_tokens=False).input_ids:
+        raise MoEError(f"{path}: has no tokenizer, or an empty one; generate needs the model's own beside its weights")
     if getattr(config, "quantization_config", None) is not None:
         if dtype != "int8":
             raise MoEError(f"{path} is stored in INT8 and runs as it is: --dtype int8")

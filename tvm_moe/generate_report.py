@@ -39,10 +39,13 @@ def run(
 def table(found: dict[str, Any], load: float) -> Table:
     """A line a side; ``load`` is the load average before the run."""
     made = Table(
-        title=f"{found['model']}: {found['prompt_tokens']} tokens of prompt, {found['new_tokens']} new ones",
-        caption=f"tokens per second, medians of runs that took turns; load when it began: {load:.1f}",
+        title=f"{found['model']}: prompt of {found['prompt_tokens']}, {found['new_tokens']} new tokens",
+        caption=f"Medians of runs that took turns.\nLoad when it began: {load:.1f}",
+        caption_justify="left",
     )
-    for heading in ("experts", "prefill", "decode", "time in experts", "bits per byte"):
+    headings = ["experts", "prefill, tokens/s", "decode, tokens/s", "time in experts"]
+    bits = found["sides"][0]["bits_per_byte"] is not None
+    for heading in headings + ["bits per byte"] * bits:
         made.add_column(heading, justify="right")
     for side in found["sides"]:
         ours = side["name"] == generation.OURS
@@ -51,7 +54,7 @@ def table(found: dict[str, Any], load: float) -> Table:
             f"{side['prefill']:.1f}",
             "" if side["decode"] is None else f"{side['decode']:.1f}",
             f"{side['experts']:.0%}",
-            "" if side["bits_per_byte"] is None else f"{side['bits_per_byte']:.4f}",
+            *([f"{side['bits_per_byte']:.4f}"] if bits else []),
         )
     return made
 

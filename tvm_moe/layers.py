@@ -14,6 +14,7 @@ from .dense import Router
 from .errors import MoEError
 from .experts import PackedExperts
 from .runtime import ARRAYS
+from .threads import fork_safe
 
 
 class Experts(nn.Module):
@@ -25,8 +26,11 @@ class Experts(nn.Module):
 
     layout: Tensor
 
+    @torch.inference_mode(False)  # buffers that can be loaded into, whatever mode the module is made in
     def __init__(self, packed: PackedExperts) -> None:
         super().__init__()
+        if not isinstance(packed, PackedExperts):
+            raise MoEError(f"experts must be PackedExperts (from pack_experts), got {type(packed).__name__}")
         for name in ARRAYS:
             self.register_buffer(name, packed.layer.arrays[name])
         self.description = packed.layer.description
@@ -44,6 +48,10 @@ class Experts(nn.Module):
     def forward(
         self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, apply_router_weight_on_input: bool = False
     ) -> Tensor:
+        if not all(isinstance(t, Tensor) for t in (hidden_states, topk_weights, topk_ids)):
+            api.check_tensors(
+                hidden_states, topk_weights, topk_ids, self.packed.input_size, apply_router_weight_on_input
+            )
         rest = topk_weights, topk_ids, apply_router_weight_on_input
         tensors = self.tensors()
         if not torch.compiler.is_compiling() and not ops.wants_gradient(hidden_states, topk_weights):
@@ -94,8 +102,17 @@ class FusedMoE(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        experts = getattr(experts, "packed", experts)
+        if not isinstance(experts, PackedExperts):
+            raise MoEError(f"experts must be PackedExperts (from pack_experts), got {type(experts).__name__}")
+        if not isinstance(router, Tensor | nn.Module):
+            raise MoEError(f"router must be a module or a weight [E, H], got {type(router).__name__}")
         self.router = Router(router) if isinstance(router, Tensor) else router
         self.experts, self.shared, self.top_k = Experts(experts), shared, top_k
+        self.num_experts, self.hidden_size = experts.num_experts, experts.hidden_size
+        if isinstance(router, Tensor) and router.shape != (self.num_experts, self.hidden_size):
+            expected = (self.num_experts, self.hidden_size)
+            raise MoEError(f"router has shape {tuple(router.shape)}, expected [E, H] = {expected}")
         for name in ("correction_bias", "per_expert_scale"):
             self.register_buffer(name, options.pop(name, None))
         self.options = options
@@ -123,9 +140,20 @@ class FusedMoE(nn.Module):
             **options,
         )
 
+    @fork_safe
     def forward(self, hidden_states: Tensor) -> Tensor:
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        weights, ids = routing.route(self.router(x), self.top_k, **self.routing())
+        if not isinstance(hidden_states, Tensor) or hidden_states.ndim == 0:
+            raise MoEError(f"hidden_states must be a torch tensor [..., H], got {api.described(hidden_states)}")
+        H = hidden_states.shape[-1]
+        if self.hidden_size != H:
+            raise MoEError(f"hidden_states has {H} columns, this block has hidden size {self.hidden_size}")
+        x = hidden_states.flatten(0, -2) if hidden_states.ndim > 1 else hidden_states[None]
+        logits = self.router(x)
+        if logits.shape[-1] != self.num_experts:
+            raise MoEError(
+                f"the router gives {logits.shape[-1]} logits a token, this block has {self.num_experts} experts"
+            )
+        weights, ids = routing.route(logits, self.top_k, **self.routing())
         y = self.experts(x, weights, ids)
         if self.shared is not None:
             y = y + self.shared(x)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import api, isa, packed_file, routing
 from .errors import MoEError, UnsupportedISAError
@@ -31,6 +32,7 @@ LIBRARY.define(
     "int topk_groups, float scaling_factor, Tensor? per_expert_scale) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+LIBRARY.define("no_gradient(Tensor gradient, Tensor like) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 _layers: dict[tuple[Any, ...], PackedExperts] = {}
 
@@ -58,12 +60,10 @@ def packed_experts(packed: list[Tensor], layer: str) -> PackedExperts:
 def assembled(packed: list[Tensor], layer: str) -> PackedExperts:
     """The layer that these tensors are, checked."""
     try:
-        described = json.loads(layer)
-    except ValueError as error:
-        raise MoEError(
-            f"layer={layer[:80]!r} is no description of packed experts ({error}); pass Layer.description"
-        ) from error
-    if len(packed) != len(ARRAYS) or not isinstance(described, dict):
+        described = dict(json.loads(layer))
+    except (ValueError, TypeError) as error:
+        raise undescribed(layer, error) from error
+    if len(packed) != len(ARRAYS):
         raise MoEError(
             f"packed has {len(packed)} tensors, expected the {len(ARRAYS)} of ops.tensors(): {', '.join(ARRAYS)}"
         )
@@ -96,7 +96,14 @@ def fused_moe(
 @cache
 def columns(layer: str) -> int:
     """Of the output of a described layer."""
-    return int(json.loads(json.loads(layer)["sizes"])["hidden"])
+    try:
+        return int(json.loads(json.loads(layer)["sizes"])["hidden"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise undescribed(layer, error) from error
+
+
+def undescribed(layer: str, error: object) -> MoEError:
+    return MoEError(f"layer={layer[:80]!r} is no description of packed experts ({error}); pass Layer.description")
 
 
 def fake_fused_moe(
@@ -107,6 +114,10 @@ def fake_fused_moe(
     topk_ids: Tensor,
     on_input: bool = False,
 ) -> Tensor:
+    if len(devices := {t.device.type for t in (hidden_states, topk_weights, topk_ids)}) > 1:
+        raise MoEError(
+            f"hidden_states, topk_weights and topk_ids are on {', '.join(sorted(devices))}; all must be on the CPU"
+        )
     return hidden_states.new_empty((hidden_states.shape[0], columns(layer)))
 
 
@@ -116,18 +127,29 @@ def fake_route(router_logits: Tensor, top_k: int, *_: Any) -> tuple[Tensor, Tens
 
 
 class NoBackward(torch.autograd.Function):
-    """Ties an output to its inputs by a backward pass that says why there is none."""
+    """Ties an output to its inputs by a backward pass that says why there is none; recorded, it says so when it runs."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], Any], *inputs: Tensor | None) -> Any:
+        ctx.save_for_backward(*inputs)
         return call()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise MoEError(
-            "tvm_moe is for inference: no gradient flows through its operators; run under torch.no_grad(), or train with "
-            "the model's own experts"
-        )
+        inputs = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return None, *(torch.ops.tvm_moe.no_gradient(gradients[0], t) if needed else None for t, needed in inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+        return no_gradient()
+
+
+def no_gradient(*_: Tensor) -> Any:
+    """An operator of the backward pass, so that a recorded one stays in it."""
+    raise MoEError(
+        "tvm_moe is for inference: no gradient flows through its operators; run under torch.no_grad(), or train with "
+        "the model's own experts"
+    )
 
 
 def below_autograd(operator: Any, keys: Any, *arguments: Any) -> Any:
@@ -136,6 +158,8 @@ def below_autograd(operator: Any, keys: Any, *arguments: Any) -> Any:
 
 
 def wants_gradient(*inputs: Tensor | None) -> bool:
+    if forward_ad._current_level >= 0:  # of dual numbers
+        return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
 
 
@@ -162,6 +186,8 @@ def autograd_route(keys: Any, logits: Tensor, *options: Any) -> tuple[Tensor, Te
     )
 
 
+LIBRARY.impl("no_gradient", no_gradient, "CPU")
+torch.library.register_fake("tvm_moe::no_gradient", lambda gradient, like: torch.empty_like(like), lib=LIBRARY)
 FUSED_MOE, ROUTE = torch.ops.tvm_moe.fused_moe.default, torch.ops.tvm_moe.route.default
 for operator, implementation, fake, autograd in (
     (FUSED_MOE, fused_moe, fake_fused_moe, autograd_fused_moe),

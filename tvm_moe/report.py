@@ -13,6 +13,8 @@ from .kernels import MicroKernel
 
 PACKAGES = ("tvm_moe", "apache-tvm-ffi", "apache-tvm", "torch", "numpy", "safetensors")
 
+NOTHING_RUNS = "no kernel can run here"
+
 
 def configuration() -> dict[str, Any]:
     """Everything `explain` says, as plain data."""
@@ -84,13 +86,15 @@ def version(package: str) -> str | None:
 
 
 def explain(experts: Any = None) -> str:
-    """What serves a layer on this machine and why, for people. With ``experts``, also what serves exactly those."""
-    if experts is not None and not hasattr(experts, "layer"):
-        raise MoEError(f"experts must be PackedExperts (from pack_experts) or None, got {type(experts).__name__}")
+    """What serves a layer on this machine and why, for people.
+
+    With ``experts``, PackedExperts or a module that holds some (a block, a whole model), also what serves exactly those.
+    """
+    packed = [] if experts is None else packed_in(experts)
     try:
         c = configuration()
     except ModuleError as error:  # not even the library that reads CPUID: nothing can run, which is what to explain
-        return f"no kernel can run here: {error}"
+        return f"{NOTHING_RUNS}: {error}"
     lines = [
         f"CPU        {c['cpu']} ({c['architecture']})",
         f"features   {' '.join(c['features']) or 'baseline only'}",
@@ -111,7 +115,20 @@ def explain(experts: Any = None) -> str:
     )
     lines += [f"slow path  {message}" for message in c["slow_paths"]]
     lines.append("versions   " + ", ".join(f"{name} {v}" for name, v in c["versions"].items() if v))
-    return "\n".join(lines + (expert_lines(experts) if experts is not None else []))
+    return "\n".join([*lines, *(line for layer in packed for line in expert_lines(layer))])
+
+
+def packed_in(holder: Any) -> list[Any]:
+    """PackedExperts, or those of a module's layers, alike ones once."""
+    if hasattr(holder, "layer"):
+        return [holder]
+    modules = holder.modules() if callable(getattr(holder, "modules", None)) else ()
+    found = {m.description: m.packed for m in modules if hasattr(m, "description") and hasattr(m, "packed")}
+    if not found:
+        raise MoEError(
+            f"experts must be PackedExperts, a module that holds some, or None; got {type(holder).__name__} without any"
+        )
+    return list(found.values())
 
 
 def kernel_line(chosen: dict[str, Any]) -> str:

@@ -111,13 +111,15 @@ def check(
     per_expert_scale: Tensor | None,
 ) -> None:
     """Raise MoEError unless the arguments of ``route`` fit together."""
+    if not isinstance(logits, Tensor):
+        raise MoEError(f"router_logits must be a floating CPU tensor [T, E], got {type(logits).__name__}")
     if logits.dim() != 2 or not logits.is_floating_point() or logits.device.type != "cpu":
         got = f"{logits.dtype} {list(logits.shape)} on {logits.device}"
         raise MoEError(f"router_logits must be a floating CPU tensor [T, E], got {got}; flatten, convert or move it")
     E = logits.shape[1]
     if scoring not in SCORINGS:
         raise MoEError(f"unknown scoring {scoring!r}; expected one of {list(SCORINGS)}")
-    if not 1 <= top_k <= E:
+    if not isinstance(top_k, int) or not 1 <= top_k <= E:
         raise MoEError(f"top_k must be between 1 and the number of experts {E}, got {top_k}; lower top_k")
     if num_groups < 1 or E % num_groups:
         raise MoEError(f"num_groups must divide the {E} experts, got {num_groups}; num_groups=1 routes without groups")

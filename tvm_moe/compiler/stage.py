@@ -61,7 +61,7 @@ class Task:
         kernel, rows = self.kernel, self.block_rows + self.kernel.row_group
         return {
             "x": rows * self.groups * kernel.group * kernel.itemsize, "w": panels * self.panel_bytes,
-            "rows": ROW_SETS * self.block_rows * 4, "start": kernel.NR * 4, "acc": rows * kernel.NR * 4,
+            "rows": ROW_SETS * self.block_rows * 4, "start": kernel.NR * 4, "acc": 2 * rows * kernel.NR * 4,
         }  # fmt: skip
 
 
@@ -96,7 +96,8 @@ def entry(task: Task) -> tirx.PrimFunc:
                     T.int64(n), x, T.int64(groups * kernel.group),
                     T.handle_add_byte_offset(rows, p % T.int64(ROW_SETS) * T.int64(n * 4)),
                     T.handle_add_byte_offset(w, p * T.int64(size)), start,
-                    T.handle_add_byte_offset(acc, th * T.int64(acc_bytes)),
+                    # In turns in two places: LLVM would leave out all but the last of the panels it sees through (small K).
+                    T.handle_add_byte_offset(acc, (th * T.int64(2) + p % T.int64(2)) * T.int64(acc_bytes)),
                     T.int64(groups), T.int64(chunk), T.int64(size), T.int64(0), T.int64(0),
                 )  # fmt: skip
 

@@ -36,7 +36,7 @@ def arrays(task: Task, threads: int) -> list[np.ndarray]:
     kernel, rng = task.kernel, np.random.default_rng(1)
     x = rng.integers(0, 63, TOKENS * task.groups * kernel.group * kernel.itemsize, dtype=np.uint8)
     rows = rng.integers(0, TOKENS, (ROW_SETS, task.block_rows), dtype=np.int32)
-    acc = np.zeros((threads, task.block_rows, kernel.NR), np.int32)
+    acc = np.zeros((threads, 2, task.block_rows + kernel.row_group, kernel.NR), np.int32)
     return [x, rows, np.zeros(kernel.NR, np.int32), acc]
 
 

@@ -26,7 +26,7 @@ def all_to_all(layer: ExpertParallelMoE, x: Tensor, weights: Tensor, ids: Tensor
     needs = owner.new_zeros(T, group.size + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :-1]
     _, token = torch.where(needs.T)
     sent = needs.sum(0).tolist()
-    received = group.announce(sent, x, k)
+    received = group.announce(sent)
     rows = group.all_to_all(joined(x[token], ids[token]), sent, received)
     x_in, ids_in = parted(rows, (H, x.dtype), (k, I32))
 
@@ -48,7 +48,7 @@ def all_reduce(layer: ExpertParallelMoE, x: Tensor, weights: Tensor, ids: Tensor
     """
     group, (T, k), H = layer.group, ids.shape, x.shape[1]
     own = [T] * group.size
-    received = group.announce(own, x, k)
+    received = group.announce(own)
     rows = group.all_to_all(joined(x, weights, ids).repeat(group.size, 1), own, received)
     x_in, weights_in, ids_in = parted(rows, (H, x.dtype), (k, F32), (k, I32))
     sums = group.all_to_all(layer.sums(x_in, weights_in, ids_in), received, own)

@@ -28,8 +28,7 @@ class ExpertParallelMoE(nn.Module):
             in slot order: bit for bit what one process with all experts gives.
         "all_reduce": tokens go to all ranks, and the sum over each rank's experts comes back, to be added in rank order: less
             traffic as long as there are no more ranks than k.
-        "replicated": every rank calls with the same tokens and gets their results, by one all_reduce. That T is the same is
-            checked if TORCH_DISTRIBUTED_DEBUG=DETAIL; else gloo ends the process.
+        "replicated": every rank calls with the same tokens and gets their results, by one all_reduce.
 
     Args:
         experts: this rank's, packed: number ``first`` and those after it; None for a rank that has none.
@@ -92,7 +91,10 @@ class ExpertParallelMoE(nn.Module):
     def forward(
         self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, apply_router_weight_on_input: bool = False
     ) -> Tensor:
-        x, weights = prepared(hidden_states, topk_weights, topk_ids, self.hidden_size, apply_router_weight_on_input)
+        x, weights = prepared(
+            self.group, hidden_states, topk_weights, topk_ids, self.hidden_size, apply_router_weight_on_input,
+            same_tokens=self.exchange == "replicated",
+        )  # fmt: skip
         exists = (topk_ids >= 0) & (topk_ids < self.num_experts)
         ids = torch.where(exists, topk_ids, -1).int()
         return EXCHANGES[self.exchange](self, x, weights, ids).to(hidden_states.dtype)
@@ -100,7 +102,7 @@ class ExpertParallelMoE(nn.Module):
     def sums(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """f32 [T, H]: each token's weighted sum over this rank's experts; all other ids are skipped."""
         if self.experts is None:
-            return torch.zeros(x.shape, device="cpu")
+            return torch.zeros(x.shape, dtype=torch.float32, device="cpu")
         return self.experts(x.float(), weights, ids - self.first)
 
     def extra_repr(self) -> str:

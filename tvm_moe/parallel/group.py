@@ -15,6 +15,7 @@ from .. import api
 from ..errors import MoEError
 
 P = ParamSpec("P")
+NUMBERS = ("k", "dtype", "tokens")  # of a call, that ranks have in common
 ProcessGroup = dist.ProcessGroup
 
 
@@ -100,18 +101,29 @@ class Group:
                 dist.all_reduce(values, op, group=self.group)
         return values
 
-    def announce(self, rows: list[int], x: Tensor, top_k: int) -> list[int]:
-        """How many rows each rank is about to send, after telling each the same; k and dtype must agree, or all raise."""
-        own = [top_k, api.IO_DTYPES.index(x.dtype)]
+    def announce(self, rows: list[int]) -> list[int]:
+        """How many rows each rank is about to send, after telling each the same."""
         ones = [1] * self.size
-        told = self.all_to_all(torch.tensor([[n, *own] for n in rows], device="cpu"), ones, ones)
-        for rank, (_, k, dtype) in enumerate(told.tolist()):
-            if [k, dtype] != told[0, 1:].tolist():
+        return self.all_to_all(torch.tensor(rows, device="cpu"), ones, ones).tolist()
+
+    def agree(self, error: MoEError | None, numbers: dict[str, int]) -> None:
+        """Before a call's exchanges: no rank's arguments are refused (``error``) and ``numbers`` are the same, or all raise.
+
+        A rank that went on alone would meet the others' exchange in its next call.
+        """
+        own = list(numbers.values())
+        told = torch.tensor([int(error is not None), *own, *(-n for n in own)], device="cpu")
+        refused, *found = self.all_reduce(told, dist.ReduceOp.MAX).tolist()
+        if error is not None:
+            raise error
+        if refused:
+            raise MoEError(f"{self.layer}: another rank's call was refused, so that none can be served; see its error")
+        for name, most, least in zip(numbers, found, found[len(own) :], strict=False):
+            if most != -least:
+                low, high = (api.IO_DTYPES[n] if name == "dtype" else n for n in (-least, most))
                 raise MoEError(
-                    f"{self.layer}: rank {rank} has k = {k} and {api.IO_DTYPES[dtype]}, rank 0 k = {told[0, 1]} and "
-                    f"{api.IO_DTYPES[told[0, 2]]}; all ranks must call with the same"
+                    f"{self.layer}: {name} is {low} on one rank and {high} on another; all must call with the same"
                 )
-        return told[:, 0].tolist()
 
 
 def uncompiled(forward: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -130,8 +142,21 @@ def uncompiled(forward: Callable[P, Tensor]) -> Callable[P, Tensor]:
     return called
 
 
-def prepared(x: Tensor, weights: Tensor, ids: Tensor, hidden_size: int, on_input: bool) -> tuple[Tensor, Tensor]:
-    """``x`` and f32 ``weights`` of a checked call; where these multiply the input, x has taken them, and ones remain."""
-    api.check_tensors(x, weights, ids, hidden_size, on_input)
+def prepared(
+    group: Group, x: Tensor, weights: Tensor, ids: Tensor, hidden_size: int, on_input: bool, same_tokens: bool
+) -> tuple[Tensor, Tensor]:
+    """``x`` and f32 ``weights`` of a checked call, after all ranks have agreed to it.
+
+    Where the weights multiply the input, x has taken them, and ones remain.
+    """
+    numbers = dict.fromkeys(NUMBERS, 0)
+    refused = None
+    try:
+        api.check_tensors(x, weights, ids, hidden_size, on_input)
+        found = ids.shape[1], api.IO_DTYPES.index(x.dtype), same_tokens * len(x)
+        numbers = dict(zip(NUMBERS, found, strict=True))
+    except MoEError as error:
+        refused = error
+    group.agree(refused, numbers)
     x, weights = x.detach().resolve_neg(), weights.detach().resolve_neg().float()
     return (x.float() * weights, torch.ones_like(weights)) if on_input else (x, weights)

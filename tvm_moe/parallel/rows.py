@@ -20,7 +20,9 @@ def parted(rows: Tensor, *columns: tuple[int, torch.dtype]) -> list[Tensor]:
     # A copy begins where any dtype may; of a single row, contiguous() would make none.
     return [
         piece.clone(memory_format=torch.contiguous_format).view(dtype)
-        for piece, (_, dtype) in zip(pieces, columns, strict=True)
+        if n
+        else rows.new_empty(len(rows), 0, dtype=dtype)
+        for piece, (n, dtype) in zip(pieces, columns, strict=True)
     ]
 
 

@@ -21,7 +21,6 @@ class TensorParallelMoE(nn.Module):
 
     All ranks call it together, with the same hidden_states [T, H], topk_weights [T, k] and topk_ids [T, k]; each gets the
     same [T, H] in the input's dtype, rounded once: partial sums are added in f32. Inference only: no gradient is recorded.
-    That tensors have the same shapes is checked if TORCH_DISTRIBUTED_DEBUG=DETAIL; else gloo ends the process.
 
     Operands are rounded as in one process. BF16 rounds the intermediate value by value. INT8 quantizes its rows by their
     maximum over all ranks, which takes another all_reduce, of one number a slot.
@@ -83,7 +82,10 @@ class TensorParallelMoE(nn.Module):
     def forward(
         self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, apply_router_weight_on_input: bool = False
     ) -> Tensor:
-        x, weights = prepared(hidden_states, topk_weights, topk_ids, self.hidden_size, apply_router_weight_on_input)
+        x, weights = prepared(
+            self.group, hidden_states, topk_weights, topk_ids, self.hidden_size, apply_router_weight_on_input,
+            same_tokens=True,
+        )  # fmt: skip
         partial = self.shard(x.float(), weights, topk_ids)
         return self.group.all_reduce(partial).to(hidden_states.dtype)
 
@@ -105,7 +107,7 @@ class Int8Shard(nn.Module):
         """This rank's part of the result, f32 [T, H]: x f32 [T, H], weights f32 [T, k], ids [T, k]."""
         exists = (ids >= 0) & (ids < self.down.packed.num_experts)
         (slots,) = torch.where(exists.flatten())
-        chosen, ones = ids.reshape(-1)[slots, None], torch.ones(len(slots), 1, device="cpu")
+        chosen, ones = ids.reshape(-1)[slots, None], torch.ones(len(slots), 1, dtype=torch.float32, device="cpu")
         token = slots // max(1, ids.shape[1])
         h = reference.activate(self.gate_up(x[token], ones, chosen), self.spec)
         # A NaN that this may lose is in its row all the same.

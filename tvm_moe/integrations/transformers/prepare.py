@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from ... import isa as levels
 from ... import layers, threads
 from ...errors import MoEError
+from ...expert_weights import dtype_name
 from ...experts import PackedExperts
 from . import experts, report, swapped
 from .experts import PACKED, WEIGHTS
@@ -21,6 +23,7 @@ from .report import PackedLayer, Report
 from .restore import unprepare_
 
 
+@torch.inference_mode(False)  # or what is made could never be written to
 def prepare_(model: nn.Module, dtype: str | None = None, *, isa: str | None = None, progress: bool = True) -> Report:
     """Pack the experts of every MoE layer and free their original weights; the model then generates as before, but faster.
 
@@ -39,9 +42,12 @@ def prepare_(model: nn.Module, dtype: str | None = None, *, isa: str | None = No
     """
     if not isinstance(model, nn.Module):
         raise MoEError(f"prepare_ takes a transformers model, got {type(model).__name__}")
-    if dtype not in (None, "bf16", "int8"):
+    kind = None if dtype is None else dtype_name(dtype)
+    if kind not in (None, "bf16", "int8"):
         raise MoEError(f"dtype={dtype!r} is not supported; expected None, 'bf16' or 'int8'")
+    dtype = cast("str | None", kind)
     levels.choose(dtype or "bf16", isa)
+    refuse_others(model, dtype)
     experts.enable()
     found, shared = list(find(model)), shared_parameters(model)
     made = Report(before=report.memory(model))
@@ -52,6 +58,16 @@ def prepare_(model: nn.Module, dtype: str | None = None, *, isa: str | None = No
     made.after = report.memory(model)
     announce(made)
     return made
+
+
+def refuse_others(model: nn.Module, dtype: str | None) -> None:
+    """What was packed before stays as it is; an error where something else is asked for now."""
+    for name, module in model.named_modules():
+        if isinstance(module, layers.Experts) and dtype not in (None, module.packed.dtype):
+            raise MoEError(
+                f"{name} was packed as {module.packed.dtype} before and cannot become {dtype}; load the model again, or call "
+                f"unprepare_(model) first where it was packed from bf16 weights to bf16"
+            )
 
 
 def find(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

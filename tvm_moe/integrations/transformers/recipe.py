@@ -79,6 +79,8 @@ def recipe(module: Any, first: str, apply: Any, transposed: bool, bias: bool) ->
         matrices.append(found[0])
         vectors |= {f"{ours}_scale": found[1], f"{ours}_bias": getattr(module, f"{name}_bias") if bias else None}
     w13, w2 = matrices
+    if not (w13.numel() and w2.numel()):
+        return f"its weights are empty: {tuple(w13.shape)} and {tuple(w2.shape)}"
     E, count = len(w13), getattr(module, "num_experts", len(w13))
     if count != E:
         return f"it has weights of {E} experts and says num_experts = {count}"

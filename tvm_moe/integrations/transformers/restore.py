@@ -16,6 +16,7 @@ from .experts import ORIGINAL, PACKED, Original
 from .unfused import Unfused
 
 
+@torch.inference_mode(False)  # or what is made could never be trained or written to
 def unprepare_(model: nn.Module) -> list[str]:
     """Put the original weights back, layer by layer, and free the packed ones; returns the names of the layers.
 
@@ -25,6 +26,8 @@ def unprepare_(model: nn.Module) -> list[str]:
         MoEError: some layer was packed as INT8 or from f32 or f16 weights, which packing rounded. Nothing has been
             changed then.
     """
+    if not isinstance(model, nn.Module):
+        raise MoEError(f"unprepare_ takes a transformers model, got {type(model).__name__}")
     found = {name: module for name, module in model.named_modules() if hasattr(module, PACKED)}
     for name, module in found.items():
         if reason := lost(module):
@@ -45,6 +48,9 @@ def lost(module: nn.Module) -> str:
     kinds = {dtype for name, (_, dtype, _) in original.parameters.items() if not name.endswith("_bias")}
     if kinds != {torch.bfloat16}:
         return f"its weights were {', '.join(map(str, kinds))}, which packing has rounded to bf16"
+    biases = {dtype for name, (_, dtype, _) in original.parameters.items() if name.endswith("_bias")}
+    if torch.float64 in biases:
+        return "its biases were float64, which packing has rounded to float32"
     return ""
 
 
