@@ -199,3 +199,20 @@ def test_values_of_an_unexpected_kind(change, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         checkpoint.open(tmp_path)
+
+
+def test_gpt_oss_with_experts_one_by_one(tmp_path):
+    """Their biases would be lost, and their rows taken for interleaved ones."""
+    tiny_models.make("gpt_oss").save_pretrained(tmp_path)
+
+    def separate(tensors):
+        fused = [name for name in tensors if name.endswith(".experts.gate_up_proj")]
+        for name in fused:
+            w13, w2 = tensors.pop(name), tensors.pop(name.replace("gate_up", "down"))
+            for e in range(len(w13)):
+                for part, w in (("gate", w13[e, :, 0::2].T), ("up", w13[e, :, 1::2].T), ("down", w2[e].T)):
+                    tensors[name.replace("gate_up_proj", f"{e}.{part}_proj.weight")] = w.contiguous()
+        return tensors
+
+    tiny_models.rewrite(tmp_path, separate)
+    fails(tmp_path, "are read as fused tensors (experts.gate_up_proj), not one by one")

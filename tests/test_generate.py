@@ -93,6 +93,7 @@ def test_one_token_has_no_decode_speed(folder):
     [
         (("no-such-folder", "--prompt", "a"), "no-such-folder: no model that transformers can open"),
         (("FOLDER", "--prompt", ""), "the prompt has no tokens; give at least one character"),
+        (("FOLDER", "--prompt", "a", "--new-tokens", "1024"), "are 1025 together, this model takes at most 1024"),
         (("FOLDER", "--prompt", "a", "--compare", "magic"), "--compare magic: "),
         (("FOLDER", "--prompt", "a", "--held-out", "none.txt"), "--held-out none.txt: cannot be read"),
         (("FOLDER", "--prompt", "a", "--isa", "sse9"), "isa='sse9' is no level of"),

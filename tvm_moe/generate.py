@@ -109,6 +109,7 @@ def generate(
     data = None if held_out is None else read(held_out)
     tokenizer, model, report = load(path, dtype, isa)
     ids = encode(tokenizer, prompt)
+    check_length(model, ids.shape[1] + new_tokens)
     sides = [Side(OURS, model)]
     if compare is not None:
         sides.append(Side(compare, baseline(path, compare)))
@@ -132,6 +133,12 @@ def check_sizes(new_tokens: int, rounds: int) -> None:
     for name, value in (("new_tokens", new_tokens), ("rounds", rounds)):
         if value < 1:
             raise MoEError(f"{name} must be at least 1, got {value}")
+
+
+def check_length(model: Any, tokens: int) -> None:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and tokens > most:
+        raise MoEError(f"prompt and new tokens are {tokens} together, this model takes at most {most}; ask for fewer")
 
 
 def read(held_out: Path) -> bytes:

@@ -116,6 +116,11 @@ class LayerReader:
 
     def _separate_expert(self, e: int) -> ExpertWeights:
         H, I = self.hidden_size, self.intermediate_size
+        if self._row.bias or self._row.interleaved:
+            raise CheckpointError(
+                f"layer {self.index}: experts of this model type are read as fused tensors (experts.gate_up_proj), not one "
+                "by one; save the checkpoint with transformers"
+            )
         (gate, gate_scale), (up, up_scale), (down, down_scale) = (
             self._tensors.linear(f"experts.{e}.{projection}", shape, self._stored)
             for projection, shape in zip(self._row.projections, ((I, H), (I, H), (H, I)), strict=True)
