@@ -92,9 +92,7 @@ def pack_linear(
     check_vector("bias", bias, E, N)
 
     def expert(e: int) -> ExpertWeights:
-        return ExpertWeights(
-            w[e, :0], w[e], w2_scale=None if scale is None else scale[e], w2_bias=None if bias is None else bias[e]
-        )
+        return ExpertWeights.linear(w[e], *(None if v is None else v[e] for v in (scale, bias)))
 
     return PackedExperts.from_experts(
         map(expert, range(E)), E, N, K, dtype=dtype or ("int8" if w.dtype == torch.int8 else "bf16"),
@@ -157,11 +155,13 @@ def fused_moe(
 
     Raises: MoEError where shapes, dtypes, devices or overlap do not fit; nothing has been written then.
     """
-    if torch.compiler.is_compiling() or under_a_mode():
-        return recorded(hidden_states, experts, topk_weights, topk_ids, apply_router_weight_on_input, out)
     arguments = hidden_states, experts, topk_weights, topk_ids, apply_router_weight_on_input
+    if torch.compiler.is_compiling():
+        return recorded(*arguments, out)
     served = known_call(*arguments) if out is None else None
-    return checked_call(*arguments, out) if served is None else served
+    if served is not None:
+        return served
+    return recorded(*arguments, out) if under_a_mode() else checked_call(*arguments, out)
 
 
 def recorded(

@@ -30,6 +30,11 @@ class ExpertWeights:
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
 
+    @classmethod
+    def linear(cls, w: Tensor, scale: Tensor | None, bias: Tensor | None) -> ExpertWeights:
+        """A matrix [N, K] alone, as `pack_linear` takes it."""
+        return cls(w[:0], w, w2_scale=scale, w2_bias=bias)
+
 
 def dtype_name(dtype: object) -> object:
     """ "bf16" or "int8" also where torch's names or dtypes stand for them; anything else as it is, to be refused."""

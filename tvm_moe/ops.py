@@ -178,12 +178,8 @@ def autograd_fused_moe(
 
 
 def autograd_route(keys: Any, logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    run = partial(below_autograd, ROUTE, keys, logits, *options)
-    return (
-        NoBackward.apply(run, logits, options[3], options[-1])
-        if wants_gradient(logits, options[3], options[-1])
-        else run()
-    )
+    run, inputs = partial(below_autograd, ROUTE, keys, logits, *options), (logits, options[3], options[-1])
+    return NoBackward.apply(run, *inputs) if wants_gradient(*inputs) else run()
 
 
 LIBRARY.impl("no_gradient", no_gradient, "CPU")
@@ -196,11 +192,6 @@ for operator, implementation, fake, autograd in (
     LIBRARY.impl(operator, implementation, "CPU")
     LIBRARY.impl(operator, autograd, "Autograd", with_keyset=True)
     torch.library.register_fake(operator, fake, lib=LIBRARY)
-
-
-def route(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """`routing.route` as a recorded call."""
-    return ROUTE(*arguments)
 
 
 def call(

@@ -55,7 +55,7 @@ def route(
     if torch.compiler.is_compiling():
         from . import ops
 
-        return ops.route(
+        return ops.ROUTE(
             router_logits, top_k, scoring, renormalize, correction_bias, num_groups, topk_groups, scaling_factor,
             per_expert_scale,
         )  # fmt: skip

@@ -88,14 +88,14 @@ class Shard:
     def gate_up(self, e: int) -> ExpertWeights:
         """Gate and up rows of expert ``e``, one matrix."""
         whole = self.whole(e)
-        return linear(whole.w13, whole.w13_scale, whole.w13_bias)
+        return ExpertWeights.linear(whole.w13, whole.w13_scale, whole.w13_bias)
 
     def down(self, e: int) -> ExpertWeights:
         """w2 of expert ``e`` in int8, with a column of zeros more."""
         whole, w = self.whole(e), self.w2[e]
         if w.is_floating_point() and whole.w2_scale is not None:
             w = torch.round(w.float() / whole.w2_scale[:, None]).clamp(-127, 127).to(torch.int8)
-        return linear(functional.pad(w, (0, 1)), whole.w2_scale, whole.w2_bias)
+        return ExpertWeights.linear(functional.pad(w, (0, 1)), whole.w2_scale, whole.w2_bias)
 
     def pack(self, expert: Callable[[int], ExpertWeights], N: int, K: int, **options: Any) -> PackedExperts:
         E = self.num_experts
@@ -118,8 +118,3 @@ def columns(tensor: Tensor, dim: int, own: range) -> Tensor:
     if own:
         return tensor.narrow(dim, own.start, len(own))
     return tensor.new_zeros(1).expand([1 if d == dim else n for d, n in enumerate(tensor.shape)])
-
-
-def linear(w: Tensor, scale: Tensor | None, bias: Tensor | None) -> ExpertWeights:
-    """A matrix [N, K] as the one projection of an expert."""
-    return ExpertWeights(w[:0], w, w2_scale=scale, w2_bias=bias)

@@ -102,10 +102,11 @@ class Int8Shard(nn.Module):
     def __init__(self, gate_up: Experts, down: Experts, spec: ActivationSpec, group: Group) -> None:
         super().__init__()
         self.gate_up, self.down, self.spec, self.group = gate_up, down, spec, group
+        self.num_experts = down.packed.num_experts
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """This rank's part of the result, f32 [T, H]: x f32 [T, H], weights f32 [T, k], ids [T, k]."""
-        exists = (ids >= 0) & (ids < self.down.packed.num_experts)
+        exists = (ids >= 0) & (ids < self.num_experts)
         (slots,) = torch.where(exists.flatten())
         chosen, ones = ids.reshape(-1)[slots, None], torch.ones(len(slots), 1, dtype=torch.float32, device="cpu")
         token = slots // max(1, ids.shape[1])

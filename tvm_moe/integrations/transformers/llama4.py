@@ -39,5 +39,4 @@ def read(block: Llama4TextMoe) -> Recipe | str:
         gate, up = gate_up.chunk(2, dim=-1)
         return up * module.act_fn(gate)
 
-    made = recipe.recipe(module, "gate_up_proj", apply, transposed=True, bias=False)
-    return made.reason if isinstance(made, Recipe) and made.reason else made
+    return recipe.fused(recipe.recipe(module, "gate_up_proj", apply, transposed=True, bias=False))

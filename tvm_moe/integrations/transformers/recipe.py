@@ -90,6 +90,11 @@ def recipe(module: Any, first: str, apply: Any, transposed: bool, bias: bool) ->
     return Recipe(w13, w2, vectors, transposed, activation)
 
 
+def fused(made: Recipe | str) -> Recipe | str:
+    """For modules that could not call their own activation in between: the reason instead of what is not fused."""
+    return made.reason if isinstance(made, Recipe) and made.reason else made
+
+
 def matrix(module: nn.Module, name: str, transposed: bool) -> tuple[Tensor, Tensor | None] | str:
     """[E, N, K] and, where it is int8 (torchao's Int8Tensor), scales [E, N, 1]; or what is the matter with it."""
     w = module._parameters.get(name)

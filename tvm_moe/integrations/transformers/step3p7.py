@@ -26,5 +26,4 @@ def experts_of(module: Step3p7Experts) -> Any:
 def read(module: Step3p7Experts) -> Recipe | str:
     if recipe.dispatched(module):  # in another version of transformers
         return recipe.read(module)
-    made = recipe.recipe(module, "gate_up_proj", module._apply_gate, transposed=False, bias=False)
-    return made.reason if isinstance(made, Recipe) and made.reason else made
+    return recipe.fused(recipe.recipe(module, "gate_up_proj", module._apply_gate, transposed=False, bias=False))
