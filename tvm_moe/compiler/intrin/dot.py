@@ -68,6 +68,16 @@ def dot(name: str, lanes: int, group: int, types: tuple[str, str, str], multiply
     return name
 
 
+def quads(name: str, lanes: int, types: tuple[str, str], instruction: str) -> str:
+    """`dot` of bytes by one LLVM intrinsic: a row's quad meets every column's; ``types``: of activation and weight."""
+
+    def multiply(sums: tirx.PrimExpr, quad: tirx.PrimExpr, columns: tirx.PrimExpr) -> tirx.PrimExpr:
+        same = tirx.reinterpret(f"{types[0]}x{4 * lanes}", tirx.Broadcast(tirx.reinterpret("int32", quad), lanes))
+        return tirx.call_llvm_pure_intrin(f"int32x{lanes}", instruction, sums, same, columns)
+
+    return dot(name, lanes, 4, (*types, "int32"), multiply)
+
+
 ALONE = "_alone"  # suffix of the intrinsic that takes one row twice
 
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from tvm import tirx
-
-from .dot import dot
+from .dot import quads
 
 LANES = 4
 
 
-def multiply(sums: tirx.PrimExpr, quad: tirx.PrimExpr, quads: tirx.PrimExpr) -> tirx.PrimExpr:
-    same = tirx.reinterpret("int8x16", tirx.Broadcast(tirx.reinterpret("int32", quad), LANES))
-    return tirx.call_llvm_pure_intrin("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", sums, same, quads)
-
-
 @cache
 def tensor_intrin() -> str:
-    return dot("moe_dot_s8s8_4x4_sdot", LANES, 4, ("int8", "int8", "int32"), multiply)
+    return quads("moe_dot_s8s8_4x4_sdot", LANES, ("int8", "int8"), "llvm.aarch64.neon.sdot.v4i32.v16i8")
 
 
 def llvm_ir(mcpu: str) -> str:
