@@ -47,6 +47,21 @@ def test_the_build_command_writes_what_serves(tmp_path, monkeypatch):
     assert [modules.find_cpu(), modules.find(GENERIC)] == made
 
 
+def test_building_takes_from_the_cache_what_is_whole(built, places, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "TABLE", (GENERIC,))
+    for path in (places[2] / NAME, places[2] / modules.filename(None, ARCH)):
+        for suffix in (".so", ".json"):
+            shutil.copy(built / path.with_suffix(suffix).name, path.with_suffix(suffix))
+    made = []
+    monkeypatch.setattr(build, "export", lambda kernel, arch, path: made.append(path) or path)
+    modules.build_all(tmp_path / "out", None, None, lambda path: None)
+    assert made == []
+    assert (tmp_path / "out" / NAME).read_bytes() == (built / NAME).read_bytes()
+    (places[2] / NAME).write_bytes(b"damaged")
+    modules.build_all(tmp_path / "out", None, None, lambda path: None)
+    assert made == [tmp_path / "out" / NAME]
+
+
 def test_a_new_cache_folder_is_ours_alone(places, tmp_path, monkeypatch):
     monkeypatch.setattr(modules, "cache_folder", lambda: tmp_path / "a" / "b")
     monkeypatch.setattr(modules, "_build", lambda kernel, path, arch: None)

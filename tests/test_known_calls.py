@@ -50,6 +50,20 @@ def test_other_kinds_are_not_known(known, set_num_threads):
     assert served(case, packed) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_router_weights_of_another_dtype_are_known_and_widened(known, dtype):
+    """transformers' routers round them to the model's dtype."""
+    case, packed, _ = known
+    rounded = case.weights.to(dtype)
+    want = case.but(weights=rounded.float()).run(packed)
+    assert served(case, packed, weights=rounded) is None
+    assert torch.equal(case.but(weights=rounded).run(packed), want)
+    assert torch.equal(served(case, packed, weights=rounded), want)
+    strided = rounded.t().contiguous().t()
+    for _ in range(2):
+        assert torch.equal(case.but(weights=strided).run(packed), want)
+
+
 def test_lazy_minus_signs_are_noticed(known):
     case, packed, _ = known
     negated = torch.complex(torch.zeros(5, 2), case.weights).conj().imag  # -weights, a flag on the same memory

@@ -14,6 +14,7 @@ from tests.helpers import make_case
 from tvm_moe import FusedMoE, MoEError, checkpoint
 from tvm_moe.dense import Router
 from tvm_moe.layers import Experts
+from tvm_moe.runtime import ARRAYS
 
 
 @pytest.fixture
@@ -87,6 +88,21 @@ def test_copies(case, block):
     twin = copy.deepcopy(block)
     assert torch.equal(twin(case.x), block(case.x))
     assert twin.experts.w13.data_ptr() != block.experts.w13.data_ptr()
+
+
+def test_replaced_buffers_serve_from_then_on(case):
+    """And the memory of the former ones is not read again, whatever lies there now."""
+    ours, theirs = Experts(case.pack()), Experts(case.but(w2=-case.w2).pack())
+    call = case.x, case.weights, case.ids
+    first, second = ours(*call), theirs(*call)
+    assert not torch.equal(first, second)
+    for expected, module in ((second, theirs), (first, Experts(case.pack()))):
+        for name in ARRAYS:
+            setattr(ours, name, getattr(module, name).clone())
+        for _ in range(2):
+            assert torch.equal(ours(*call), expected)
+    assert torch.equal(torch.func.functional_call(ours, dict(theirs.named_buffers()), call), second)
+    assert torch.equal(ours(*call), first)
 
 
 def test_no_parameters_to_train(block):

@@ -202,6 +202,8 @@ def known_call(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, 
         out = torch.empty_like(x)
         if type(out) is not Tensor:  # under a mode that traces
             return None
+        if weights.dtype is not torch.float32:
+            weights = weights.float()
         addresses = x.data_ptr(), out.data_ptr(), weights.data_ptr(), ids.data_ptr()
     except (AttributeError, AssertionError, RuntimeError, TypeError):  # no plain tensors: the checks say what is wrong
         return None
@@ -241,11 +243,11 @@ def checked_call(
         weights = weights.resolve_neg()
     weights, ids = weights.contiguous(), topk_ids.contiguous()
     plan = experts.layer.run(x, target, weights, ids, on_input)
-    converted = x is not hidden_states or weights is not topk_weights or ids is not topk_ids
+    converted = x is not hidden_states or ids is not topk_ids or not topk_weights.is_contiguous()
     if not converted and x.is_contiguous() and not experts.layer.sizes.linear:
         if len(experts.layer.known) >= KNOWN_CALLS:
             experts.layer.known.clear()
-        experts.layer.known[kind_of_call(x, weights, ids, on_input, plan[Field.THREADS])] = plan
+        experts.layer.known[kind_of_call(x, topk_weights, ids, on_input, plan[Field.THREADS])] = plan
     return result if direct else result.copy_(target)
 
 

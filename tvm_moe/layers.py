@@ -25,6 +25,7 @@ class Experts(nn.Module):
     """
 
     layout: Tensor
+    _serving: tuple[list[int], list[Tensor], PackedExperts] | None = None
 
     @torch.inference_mode(False)  # buffers that can be loaded into, whatever mode the module is made in
     def __init__(self, packed: PackedExperts) -> None:
@@ -48,18 +49,29 @@ class Experts(nn.Module):
     def forward(
         self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, apply_router_weight_on_input: bool = False
     ) -> Tensor:
+        rest = topk_weights, topk_ids, apply_router_weight_on_input
+        if not torch.compiler.is_compiling() and not ops.wants_gradient(hidden_states, topk_weights):
+            # The operator of a recorded call takes five microseconds more to hand over its arguments.
+            served = api.known_call(hidden_states, self.serving(), *rest)
+            if served is not None:
+                return served
         if not all(isinstance(t, Tensor) for t in (hidden_states, topk_weights, topk_ids)):
             api.check_tensors(
                 hidden_states, topk_weights, topk_ids, self.packed.input_size, apply_router_weight_on_input
             )
-        rest = topk_weights, topk_ids, apply_router_weight_on_input
-        tensors = self.tensors()
-        if not torch.compiler.is_compiling() and not ops.wants_gradient(hidden_states, topk_weights):
-            # The operator of a recorded call takes five microseconds more to hand over its arguments.
-            served = api.known_call(hidden_states, ops.packed_experts(tensors, self.description), *rest)
-            if served is not None:
-                return served
-        return ops.FUSED_MOE(hidden_states, tensors, self.description, *rest)
+        return ops.FUSED_MOE(hidden_states, self.tensors(), self.description, *rest)
+
+    def serving(self) -> PackedExperts:
+        """What the operator finds for these tensors. They are held with it: their addresses stay theirs alone."""
+        at = [*map(Tensor.data_ptr, self._buffers.values())]  # type: ignore[arg-type]
+        if self._serving is None or self._serving[0] != at:
+            tensors = self.tensors()
+            self._serving = at, tensors, ops.packed_experts(tensors, self.description)
+        return self._serving[2]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what serves is found again."""
+        return {name: value for name, value in self.__dict__.items() if name != "_serving"}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Conversions pass by: the kernels read exactly what was packed. Another device is an error."""

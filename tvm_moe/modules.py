@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -130,7 +132,7 @@ def build_all(
 ) -> list[Path]:  # fmt: skip
     """Build the modules of ``levels`` (None: every level) of an architecture into ``out``; cross-building included.
 
-    ``logs``: of CPUs for whose tuned decisions modules are built, too.
+    What the cache has of these sources is copied. ``logs``: of CPUs for whose tuned decisions modules are built, too.
     """
     arch = arch or kernels.machine()
     if arch not in kernels.LADDER:
@@ -145,14 +147,30 @@ def build_all(
     from .compiler import build
 
     make_folder(out, 0o755)  # a server under another user reads it
-    made = [build.export_cpu(arch, out / filename(None, arch))]
-    progress(made[0])
-    for kernel in rows:
-        if not levels or kernel.isa in levels:
-            made.append(build.export(kernel, arch, out / filename(kernel, arch)))
-            progress(made[-1])
-            made += build_tuned(kernel, arch, out, logs, progress)
+    made = []
+    for kernel in (None, *(k for k in rows if not levels or k.isa in levels)):
+        path = out / filename(kernel, arch)
+        if not copied(path, kernel):
+            build.export_cpu(arch, path) if kernel is None else build.export(kernel, arch, path)
+        made.append(path)
+        progress(path)
+        made += build_tuned(kernel, arch, out, logs, progress) if kernel else ()
     return made
+
+
+def copied(path: Path, kernel: MicroKernel | None) -> bool:
+    """Whether the cache had this file, whole and of these sources, and gave it to ``path``."""
+    found = cache_folder() / path.name
+    try:
+        _checked(found, kernel)
+    except ModuleError:
+        return False
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as work:
+        for suffix in (".so", ".json"):  # renamed: no one sees half a file
+            made = shutil.copyfile(found.with_suffix(suffix), Path(work) / f"module{suffix}")
+            made.chmod(0o644)
+            made.replace(path.with_suffix(suffix))
+    return True
 
 
 def build_tuned(

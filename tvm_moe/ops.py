@@ -160,7 +160,11 @@ def below_autograd(operator: Any, keys: Any, *arguments: Any) -> Any:
 def wants_gradient(*inputs: Tensor | None) -> bool:
     if forward_ad._current_level >= 0:  # of dual numbers
         return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    if torch.is_grad_enabled():
+        for t in inputs:  # a generator costs half a microsecond more
+            if getattr(t, "requires_grad", False):
+                return True
+    return False
 
 
 def autograd_fused_moe(
