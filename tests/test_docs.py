@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,9 +81,15 @@ def test_commands(text, document, place):
     reasons = {c: reason for c in commands(text) for prefix, reason in ELSEWHERE.items() if c.startswith(prefix)}
     for command in commands(text):
         if command not in reasons:
-            run(["bash", "-euo", "pipefail", "-c", command], ROOT if command.startswith(OF_CHECKOUT) else place)
+            run_in_shell(command, ROOT if command.startswith(OF_CHECKOUT) else place)
     if len(reasons) == len(commands(text)):
         pytest.skip("; ".join(dict.fromkeys(reasons.values())))
+
+
+@cache
+def run_in_shell(command, place):
+    """Once in a place: documents repeat a command, and it does the same again."""
+    run(["bash", "-euo", "pipefail", "-c", command], place)
 
 
 def run(command, place):
