@@ -176,9 +176,9 @@ def test_all_operations_and_weights_are_there():
         p = plan.make(kernel, simulate.sizes_of(shape), 50, 2, 4, 256, 256)
         rows = work.blocks(Workload(50, "zipf").draw(shape, 1)[1], 8, p[Field.ROW_BLOCK])
         todo = work.of(kernel, p, rows, Costs(1, infinite, infinite, 1 / infinite))
-        assert todo.seconds == pytest.approx(shape.operations(50) / (2e9 / kernel.itemsize))
+        assert todo.seconds == pytest.approx(shape.operations(50) / (2e9 / kernel.weight_size))
         todo = work.of(kernel, p, rows, Costs(infinite, 1, infinite, 1 / infinite))
-        assert todo.seconds == pytest.approx(len(rows) * shape.expert_weights() * kernel.itemsize / 1e9)
+        assert todo.seconds == pytest.approx(len(rows) * shape.expert_weights() * kernel.weight_size / 1e9)
 
 
 def test_ungated_layers_have_no_gate():

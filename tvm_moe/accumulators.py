@@ -59,7 +59,7 @@ def check_accumulators(module: Module, kernel: MicroKernel, rows: int) -> Check:
 
 def room(kernel: MicroKernel, rows: int, K: int) -> np.ndarray:
     """What `check_panel` needs of its caller: room for the rows and their sums, filled up to a row group."""
-    return np.empty((rows + kernel.row_group) * (K * kernel.itemsize + kernel.NR * 4), np.uint8)
+    return np.empty((rows + kernel.row_group) * (K * kernel.activation_size + kernel.NR * 4), np.uint8)
 
 
 def bf16_bits(values: np.ndarray) -> np.ndarray:

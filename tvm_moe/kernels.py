@@ -19,7 +19,7 @@ LADDER = {
     "aarch64": ("generic", "dotprod", "i8mm_bf16"),
 }
 DTYPES = ("int8", "bf16")
-ITEMSIZE = {"int8": 1, "bf16": 2}
+ITEMSIZE = {"int8": 1, "uint8": 1, "int16": 2, "uint16": 2}  # of operand types
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class MicroKernel:
     def __post_init__(self) -> None:
         if self.rows != tuple(sorted({1, *range(self.row_group, self.MR + 1, self.row_group)})):
             raise MoEError(f"{self.isa}/{self.dtype}: rows must be 1 and row_group..MR by row_group, got {self.rows}")
-        if self.NR % 32 or self.group * ITEMSIZE[self.dtype] not in (4, 8):
+        if self.NR % 32 or self.group * self.weight_size not in (4, 8):
             raise MoEError(f"{self.name}: NR must be a multiple of 32 and a K group 4 or 8 bytes")
 
     @property
@@ -64,8 +64,14 @@ class MicroKernel:
         return f"{self.isa}-{self.dtype}"
 
     @property
-    def itemsize(self) -> int:
-        return ITEMSIZE[self.dtype]
+    def weight_size(self) -> int:
+        """Bytes of a packed weight."""
+        return ITEMSIZE[self.weight]
+
+    @property
+    def activation_size(self) -> int:
+        """Bytes of an activation as the kernel reads it."""
+        return ITEMSIZE[self.activation]
 
     @property
     def fused(self) -> bool:

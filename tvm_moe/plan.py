@@ -171,7 +171,7 @@ class Plan:
 
 def parts(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int) -> list[tuple[int, int]]:
     """The ranges of tokens that are served one after the other."""
-    intermediate = tokens * top_k * sizes.row_of_intermediate(kernel) * kernel.itemsize
+    intermediate = tokens * top_k * sizes.row_of_intermediate(kernel) * kernel.activation_size
     cached = -(-intermediate // (PART_BYTES * threads))
     count = max(1, min(cached, tokens, tokens * top_k // (PART_ROWS * sizes.experts)))
     return [(tokens * i // count, tokens * (i + 1) // count) for i in range(count)]
@@ -197,7 +197,7 @@ def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threa
     items2 = -(-panels2 // group2)
     blocks_max = min(sizes.experts, slots) + slots // row_block + 1
     ring_bytes = max(Y_RING_BYTES, threads * Y_RING_THREAD_BYTES)
-    chunk = max(1, CHUNK_BYTES // (NR * group * kernel.itemsize))
+    chunk = max(1, CHUNK_BYTES // (NR * group * kernel.weight_size))
     return {
         F.ROW_BLOCK: row_block,
         F.GROUP13: group13,
@@ -240,7 +240,7 @@ def make(
     blocks, h_ld = v[F.BLOCKS_MAX], v[F.H_LD]
     h_size = 4 if kernel.dtype == "int8" else 2 if paired else 0  # of the intermediate until its block is complete
     areas = {
-        F.AT_X: tokens * v[F.X_LD] * kernel.itemsize,
+        F.AT_X: tokens * v[F.X_LD] * kernel.activation_size,
         F.AT_X_SCALE: tokens * 4,
         F.AT_FACTOR: tokens * 4,
         F.AT_COUNT: (sizes.experts + 1) * 4,
@@ -251,9 +251,9 @@ def make(
         F.AT_BLOCKS: 3 * blocks * 4,
         F.AT_SYNC: (SYNC_BLOCKS + 2 * blocks + 2 * v[F.ITEMS2]) * 8,
         F.AT_ACC: threads * v[F.ROW_BLOCK] * NR * 4,
-        F.AT_ROWS_IN: threads * v[F.ROW_BLOCK] * max(v[F.X_LD], h_ld) * kernel.itemsize if paired else 0,
+        F.AT_ROWS_IN: threads * v[F.ROW_BLOCK] * max(v[F.X_LD], h_ld) * kernel.activation_size if paired else 0,
         F.AT_HF: min(v[F.RING_H], blocks) * v[F.ROW_BLOCK] * h_ld * h_size,
-        F.AT_H: (slots + (kernel.row_group - 1) * blocks) * h_ld * kernel.itemsize,
+        F.AT_H: (slots + (kernel.row_group - 1) * blocks) * h_ld * kernel.activation_size,
         F.AT_H_SCALE: slots * 4,
         F.AT_Y: v[F.RING_Y] * v[F.GROUP2] * max(1, slots) * NR * 4,
     }
@@ -270,9 +270,9 @@ SYNC_TICKET, SYNC_PREPARED, SYNC_BLOCK_COUNT, SYNC_BLOCKS = 0, 8, 16, 24
 
 def pack_row(kernel: MicroKernel) -> int:
     """Operands between two columns of the chunk: a cache line more than they hold, or all would share few cache sets."""
-    return PACK_UNITS * kernel.group + 64 // kernel.itemsize
+    return PACK_UNITS * kernel.group + 64 // kernel.weight_size
 
 
 def pack_temp_bytes(kernel: MicroKernel) -> int:
     """Working memory packing needs per thread: the chunk; per column an int64 (its source row) and an int32 (its sum)."""
-    return kernel.NR * (pack_row(kernel) * kernel.itemsize + 8 + 4)
+    return kernel.NR * (pack_row(kernel) * kernel.weight_size + 8 + 4)

@@ -62,5 +62,5 @@ def row(kernel: MicroKernel, tokens: int, executed: dict[str, int]) -> dict[str,
 
 def needed(kernel: MicroKernel, tokens: int) -> int:
     """Products of 2x2 blocks (smmla, bfmmla) without padding, half a block counted as half."""
-    per_row = 3 * HIDDEN * INTERMEDIATE // (2 * 8 // kernel.itemsize)
+    per_row = 3 * HIDDEN * INTERMEDIATE // (2 * 8 // kernel.weight_size)
     return sum(LOADS[tokens]) * per_row // 2

@@ -44,8 +44,8 @@ class Costs:
     def gemm(self, kernel: MicroKernel, rows: int, panels: int, k_groups: int) -> float:
         """Seconds of an item that takes ``rows`` rows through ``panels`` panels of ``k_groups`` K groups."""
         columns, K = panels * kernel.NR, k_groups * kernel.group
-        compute = 2 * rows * columns * K / (self.peak * 2e9 / kernel.itemsize)
-        weights = columns * K * kernel.itemsize / (self.memory * 1e9)
+        compute = 2 * rows * columns * K / (self.peak * 2e9 / kernel.weight_size)
+        weights = columns * K * kernel.weight_size / (self.memory * 1e9)
         return self.item * 1e-6 + compute + weights + self.rows(4 * rows * columns)
 
     def rows(self, nbytes: int) -> float:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..experts import ExpertWeights
-from ..kernels import ITEMSIZE
 from ..models import LayerShape
 
 DEVIATION = 127 / math.sqrt(3)  # of uniform int8
@@ -35,7 +34,7 @@ class Source:
 
     @property
     def expert_bytes(self) -> int:
-        return self.shape.expert_weights() * ITEMSIZE[self.dtype]
+        return self.shape.expert_weights() * TORCH[self.dtype].itemsize
 
     @property
     def options(self) -> dict[str, Any]:

@@ -33,9 +33,9 @@ class Probe(Library):
     def peak(self, threads: int, repetitions: int = 5) -> float:
         """Operations a second of the row's full tile on a panel in L1: the best of some repetitions."""
         k = self.kernel
-        unit = k.group * k.itemsize
-        groups = PEAK_BYTES // ((k.MR + k.NR) * unit)
-        x, w = (aligned(n * groups * unit) for n in (k.MR, k.NR))
+        row, column = k.group * k.activation_size, k.group * k.weight_size
+        groups = PEAK_BYTES // (k.MR * row + k.NR * column)
+        x, w = aligned(k.MR * groups * row), aligned(k.NR * groups * column)
         rows, sums = np.arange(k.MR, dtype=np.int32), aligned(threads * k.MR * k.NR * 4)
         operations = 2 * k.MR * k.NR * groups * k.group * threads
 

@@ -50,7 +50,7 @@ class Task:
 
     @property
     def panel_bytes(self) -> int:
-        return self.groups * self.kernel.NR * self.kernel.group * self.kernel.itemsize
+        return self.groups * self.kernel.NR * self.kernel.group * self.kernel.weight_size
 
     @property
     def panels(self) -> int:
@@ -60,7 +60,7 @@ class Task:
         """Of the arrays of `entry` in order, one thread, all row ids 0."""
         kernel, rows = self.kernel, self.block_rows + self.kernel.row_group
         return {
-            "x": rows * self.groups * kernel.group * kernel.itemsize, "w": panels * self.panel_bytes,
+            "x": rows * self.groups * kernel.group * kernel.activation_size, "w": panels * self.panel_bytes,
             "rows": ROW_SETS * self.block_rows * 4, "start": kernel.NR * 4, "acc": 2 * rows * kernel.NR * 4,
         }  # fmt: skip
 
@@ -80,7 +80,7 @@ def entry(task: Task) -> tirx.PrimFunc:
     """One pass: every panel once, each with ``block_rows`` random rows; threads take contiguous shares as items do."""
     kernel, panel = task.kernel, N.panel["gate_up"]
     groups, n, size = task.groups, task.block_rows, task.panel_bytes
-    chunk = even_chunk(groups, CHUNK_BYTES // (kernel.NR * kernel.group * kernel.itemsize))
+    chunk = even_chunk(groups, CHUNK_BYTES // (kernel.NR * kernel.group * kernel.weight_size))
     acc_bytes = n * kernel.NR * 4
 
     @T.prim_func(s_tir=True)

@@ -34,7 +34,7 @@ def weights() -> np.ndarray:
 def arrays(task: Task, threads: int) -> list[np.ndarray]:
     """x, rows, start, acc of a task; x in the operand's storage, row ids drawn from 64 tokens."""
     kernel, rng = task.kernel, np.random.default_rng(1)
-    x = rng.integers(0, 63, TOKENS * task.groups * kernel.group * kernel.itemsize, dtype=np.uint8)
+    x = rng.integers(0, 63, TOKENS * task.groups * kernel.group * kernel.activation_size, dtype=np.uint8)
     rows = rng.integers(0, TOKENS, (ROW_SETS, task.block_rows), dtype=np.int32)
     acc = np.zeros((threads, 2, task.block_rows + kernel.row_group, kernel.NR), np.int32)
     return [x, rows, np.zeros(kernel.NR, np.int32), acc]

@@ -49,7 +49,7 @@ def random_layer(kernel: Any, sizes: LayerSizes) -> runtime.Layer:
     rng, quantized = np.random.default_rng(0), kernel.dtype == "int8"
     arrays: dict[str, Any] = {}
     for which, shape in (("13", sizes.shape13(kernel)), ("2", sizes.shape2(kernel))):
-        bytes_ = rng.integers(0, 63, (*shape[:-1], shape[-1] * kernel.itemsize), dtype=np.uint8)
+        bytes_ = rng.integers(0, 63, (*shape[:-1], shape[-1] * kernel.weight_size), dtype=np.uint8)
         one, vectors = (1, 1, kernel.NR), (*shape[:2], kernel.NR)
         arrays[f"w{which}"] = bytes_.view(kernel.weight)
         arrays[f"start{which}"] = np.zeros(vectors if kernel.offset else one, kernel.accumulator)

@@ -27,12 +27,12 @@ def filled(kernel: MicroKernel, rows: tirx.PrimExpr) -> tirx.PrimExpr:
 
 def own_rows(kernel: MicroKernel, P: tirx.Buffer, th: tirx.PrimExpr) -> tirx.PrimExpr:
     """Where in scratch a thread rearranges the rows of a block."""
-    return P[F.AT_ROWS_IN] + th * P[F.ROW_BLOCK] * tirx.max(P[F.X_LD], P[F.H_LD]) * kernel.itemsize
+    return P[F.AT_ROWS_IN] + th * P[F.ROW_BLOCK] * tirx.max(P[F.X_LD], P[F.H_LD]) * kernel.activation_size
 
 
 def finished_rows(kernel: MicroKernel, P: tirx.Buffer, b: tirx.PrimExpr, first: tirx.PrimExpr) -> tirx.PrimExpr:
     """Where in scratch the down stage reads block ``b``, whose first slot is ``first``; each may have been filled up."""
-    return P[F.AT_H] + (first + b * (kernel.row_group - 1)) * P[F.H_LD] * kernel.itemsize
+    return P[F.AT_H] + (first + b * (kernel.row_group - 1)) * P[F.H_LD] * kernel.activation_size
 
 
 def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
@@ -48,7 +48,8 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
     """
     MR, NR, paired = kernel.MR, kernel.NR, kernel.row_group > 1
     tile, tile_more = N.tile[stage], N.tile_more[stage]
-    k_bytes = kernel.group * kernel.itemsize
+    k_bytes = kernel.group * kernel.weight_size
+    x_bytes = kernel.group * kernel.activation_size
 
     @T.prim_func(private=True, s_tir=True)
     def panel(
@@ -56,7 +57,7 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
         k_groups: T.int64, chunk: T.int64, ahead: T.int64, rows_cold: T.int64, rows_ahead: T.int64,
     ) -> None:  # fmt: skip
         tiles: T.let = (n + T.int64(MR - 1)) // T.int64(MR)
-        row_bytes: T.let = x_ld * T.int64(kernel.itemsize)
+        row_bytes: T.let = x_ld * T.int64(kernel.activation_size)
         for c in range((k_groups + chunk - T.int64(1)) // chunk):
             k0: T.let = c * chunk
             groups: T.let = T.min(chunk, k_groups - k0)
@@ -70,7 +71,7 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
                 r0: T.let = first_row(kernel, n, i, tiles)
                 r1: T.let = first_row(kernel, n, i + T.int64(1), tiles)
                 computed: T.let = filled(kernel, r1 - r0)
-                x_from: T.let = r0 * row_bytes + k0 * computed * T.int64(k_bytes) if paired else k0 * T.int64(k_bytes)
+                x_from: T.let = r0 * row_bytes + k0 * computed * T.int64(x_bytes) if paired else k0 * T.int64(x_bytes)
                 x_at: T.let = T.handle_add_byte_offset(x, x_from)
                 w_at: T.let = T.handle_add_byte_offset(w, here)
                 ids: T.let = T.handle_add_byte_offset(rows, r0 * T.int64(4))
@@ -131,7 +132,7 @@ def check_panel(kernel: MicroKernel) -> tirx.PrimFunc:
     """
     panel, interleave = N.panel["gate_up"], N.interleave
     paired, NR = kernel.row_group > 1, kernel.NR
-    unit = kernel.group * kernel.itemsize
+    unit = kernel.group * kernel.activation_size
 
     @T.prim_func(s_tir=True)
     def check_panel(
@@ -159,8 +160,8 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
     ``new``: 0 where this thread still has the block's rows interleaved.
     """
-    NR, size = kernel.NR, kernel.itemsize
-    panel_bytes = NR * kernel.group * size
+    NR, size = kernel.NR, kernel.activation_size
+    panel_bytes = NR * kernel.group * kernel.weight_size
     paired = kernel.row_group > 1
     staged = paired or kernel.dtype == "int8"
     out_size = 4 if kernel.dtype == "int8" else 2
@@ -228,8 +229,8 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
 def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
     """One block's intermediate rows against a group of down panels; results stay in f32, a row per slot."""
-    NR, size = kernel.NR, kernel.itemsize
-    panel_bytes = NR * kernel.group * size
+    NR, size = kernel.NR, kernel.activation_size
+    panel_bytes = NR * kernel.group * kernel.weight_size
     # Sums that are results as they are go where they stay. (Tiles of filled up rows would write into other blocks' rows.)
     direct = kernel.dtype == "bf16" and kernel.row_group == 1
     epilogue_down, fetch_ahead = N.epilogue_down, N.fetch_ahead

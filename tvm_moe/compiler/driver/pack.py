@@ -26,8 +26,8 @@ def sources(kernel: MicroKernel) -> dict[int, str]:
 def pack_part(kernel: MicroKernel) -> tirx.PrimFunc:
     """A thread's part of one matrix: panels ``first`` to ``end``."""
     pack_panel, NR = N.pack_panel, kernel.NR
-    rows_from = NR * pack_row(kernel) * kernel.itemsize
-    panel_group = NR * kernel.group * kernel.itemsize
+    rows_from = NR * pack_row(kernel) * kernel.weight_size
+    panel_group = NR * kernel.group * kernel.weight_size
 
     @T.prim_func(private=True, s_tir=True)
     def pack_part(matrix: T.handle("int64"), first: T.int64, end: T.int64, temp: T.handle) -> None:
@@ -57,7 +57,7 @@ def entry(kernel: MicroKernel) -> tirx.PrimFunc:
     meet in it would both clear.
     """
     pack_part, each = N.pack_part, pack_temp_bytes(kernel)
-    piece_groups = max(1, PIECE_BYTES // (kernel.NR * kernel.group * kernel.itemsize))
+    piece_groups = max(1, PIECE_BYTES // (kernel.NR * kernel.group * kernel.weight_size))
 
     @T.prim_func(s_tir=True)
     def pack(matrices: T.handle("int64"), count: T.int64, temp: T.handle, threads: T.int64) -> None:

@@ -19,7 +19,7 @@ AHEAD = 8  # lines of a row that are on their way: 2 took 1.07 times as long wit
 
 def pack_direct(kernel: MicroKernel) -> tirx.PrimFunc:
     """``groups`` K groups, a multiple of the transposed block's, of one panel; ``sums`` [NR]: see `transpose.llvm_ir`."""
-    NR, group, size = kernel.NR, kernel.group, kernel.itemsize
+    NR, group, size = kernel.NR, kernel.group, kernel.weight_size
     unit, with_sums = group * size, bool(kernel.offset)
     LANES = transpose.lanes(unit)
 

@@ -28,7 +28,7 @@ def pack_panel(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
     word = "uint16" if source == "uint16" else "uint32"  # bits of a source element
     straight = source == kernel.weight
     chunk = UNITS * group
-    row, size = pack_row(kernel), kernel.itemsize
+    row, size = pack_row(kernel), kernel.weight_size
     unit, with_sums = group * size, bool(offset)
     per_line, LANES = LINE // tvm.DataType(source).itemsize, transpose.lanes(unit)
     pack_direct = N.pack_direct

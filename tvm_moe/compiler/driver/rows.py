@@ -15,7 +15,7 @@ UNROLL = 4  # K groups of a row at a time
 
 def prepare_item(kernel: MicroKernel) -> tirx.PrimFunc:
     """Quantize (INT8) or convert (BF16) a few rows of hidden_states; the K padding must be finite: zero."""
-    size, sources = kernel.itemsize, T.int64(2)
+    size, sources = kernel.activation_size, T.int64(2)
     prepare = N.prepare
 
     @T.prim_func(private=True, s_tir=True)
@@ -73,8 +73,8 @@ def gather_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
 def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
     """A block's rows as its tiles read them, [K groups, rows, group] each, filled up with the tile's last row."""
-    MR, unit = kernel.MR, kernel.group * kernel.itemsize
-    per = unit // kernel.itemsize
+    MR, unit = kernel.MR, kernel.group * kernel.activation_size
+    per = unit // kernel.activation_size
 
     @T.prim_func(private=True, s_tir=True)
     def interleave(
@@ -110,7 +110,7 @@ def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
 
 def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
     """A block's complete intermediate, while it is still in cache: quantized (INT8), interleaved (where the kernel is)."""
-    size = kernel.itemsize
+    size = kernel.activation_size
     quantized, paired = kernel.dtype == "int8", kernel.row_group > 1
     prepare, interleave = N.prepare, N.interleave
 
