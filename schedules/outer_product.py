@@ -1,6 +1,7 @@
 """Outer product with broadcast activations: every row's K group meets all NR columns of the panel (x86, Arm dot product).
 
-Registers: rows * NR/lanes accumulators, NR/lanes weight vectors, one broadcast.
+Registers: rows * NR/lanes accumulators, NR/lanes weight vectors, one broadcast. Where the accumulators alone would not fit,
+the tile passes half of the panel's columns, then the other half: twice the rows share the work on a weight vector.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class OuterProduct(TileSchedule):
         # With six lines they ask for all of it two or three times, which is 2 to 5 % faster at two or three tiles than asking
         # once (the CPU drops some), and no slower at more. One line would leave gaps, which is 1.15 times slower
         # than none: the hardware's own prefetcher loses the stream. Tiles of few rows wait for memory anyway.
-        lines = 6 if self.rows >= self.PREFETCH_ROWS else 0
+        group_bytes = self.kernel.NR * self.kernel.group * self.kernel.weight_size
+        least = 2 if self.kernel.lone_ahead else self.PREFETCH_ROWS
+        lines = 2 * -(-3 * group_bytes // 256) if self.rows >= least else 0
         return (
             Decision("prefetch", (0, 2, 4, 6), lines),
             # Vectors outside of rows: a weight vector is loaded once, and only one is held at a time.
@@ -30,14 +33,29 @@ class OuterProduct(TileSchedule):
         )
 
     @property
+    def vectors(self) -> int:
+        """Registers that the sums of a row take."""
+        family = intrin.family(self.kernel.intrinsic) if self.kernel.intrinsic else None
+        return self.kernel.NR // self.lanes * getattr(family, "REGISTERS", 1)
+
+    @property
     def registers_needed(self) -> int:
         """With rows outside: the sums, all weight vectors (loaded once, for all rows), a broadcast."""
-        vectors = self.kernel.NR // self.lanes
         held = getattr(intrin.family(self.kernel.intrinsic), "HELD", 1) if self.kernel.intrinsic else 1
-        return self.rows * vectors + (vectors + 1) * held
+        return self.rows * self.vectors + (self.vectors + 1) * held
+
+    @property
+    def halved(self) -> bool:
+        """Whether the sums leave no room for two weight vectors, a broadcast and a product."""
+        return self.rows * self.vectors + 4 > self.kernel.registers
 
     def tile_loops(self, s: Schedule, acc: Any, decided: dict[str, Any]) -> tuple[Any, Any]:
-        r, n, k = s.get_loops(acc)
+        if self.halved:
+            row, column = s.get_loops(s.get_sblock("out"))
+            half, column = s.split(column, [2, None])
+            s.reorder(half, row, column)
+            s.compute_at(acc, half)
+        *_, r, n, k = s.get_loops(acc)
         vector, lane = s.split(n, [None, self.lanes])
         k_outer, k_inner = s.split(k, [None, self.kernel.group])
         inside = (vector, r) if decided["vectors_outside"] else (r, vector)

@@ -11,9 +11,10 @@ from itertools import pairwise
 import pytest
 
 from tvm_moe import isa
-from tvm_moe.compiler import build, intrin
+from tvm_moe.compiler import build
 from tvm_moe.compiler.compute import column_block
 from tvm_moe.kernels import TABLE
+from tvm_moe.schedules import style
 
 INSTRUCTION = {
     "vnni": "vpdpbusd",
@@ -26,9 +27,10 @@ INSTRUCTION = {
     "smmla": "smmla",
     "bfmmla": "bfmmla",
 }  # of the intrinsics in compiler/intrin
-PER_SUM = {"pmaddwd": 2, "fma": 2}  # instructions that a register of sums takes in a K group
-K_LOOP = {"fma": "vpblendw"}  # what tells a K loop from others that hold the instruction
-REGISTER = {16: "zmm", 8: "ymm"}  # of so many sums
+# Instructions that a register of sums takes in a K group.
+PER_SUM = {"pmaddwd": 1, "fma": 2}
+# What tells a K loop from others that hold the instruction.
+K_LOOP = {"fma": "vpblendw"}
 ALL = [pytest.param(k, arch, id=f"{arch}-{k.key}") for k in TABLE for arch in k.arches]
 INTRINSIC = [pytest.param(k, arch, id=f"{arch}-{k.key}") for k in TABLE for arch in k.arches if k.intrinsic]
 X86_INTRINSIC = [p for p in INTRINSIC if p.values[1] == "x86_64"]
@@ -77,10 +79,9 @@ def test_exported_functions_and_no_libm(kernel, arch):
 
 @pytest.mark.parametrize(("kernel", "arch"), X86_INTRINSIC)
 def test_every_row_count_has_a_k_loop_of_its_instruction_alone(kernel, arch):
-    """One accumulator register a row and 16 columns, none of them in memory while the loop runs, and no calls."""
+    """An accumulator register for every row and vector, none of them in memory while the loop runs, and no calls."""
     name, seen = INSTRUCTION[kernel.intrinsic], set()
-    lanes = intrin.family(kernel.intrinsic).LANES
-    register = rf"%{REGISTER[lanes]}\d+"
+    register = r"%zmm\d+" if kernel.registers == 32 else r"%ymm\d+"
     for loop in k_loops(kernel, arch):
         text = "\n".join(loop)
         assert "call" not in text, text
@@ -90,7 +91,8 @@ def test_every_row_count_has_a_k_loop_of_its_instruction_alone(kernel, arch):
         assert all(re.fullmatch(register, operand) for operand in operands)
         per_sum = PER_SUM.get(kernel.intrinsic)  # None: each register of sums is an operand, however often LLVM unrolls
         seen.add(len(operands) / per_sum if per_sum else len(set(operands)))
-    assert seen == {rows * kernel.NR // lanes for rows in kernel.rows}
+    tiles = [style(kernel.style)(kernel, arch, rows) for rows in kernel.rows]
+    assert seen == {tile.rows * tile.vectors // (1 + tile.halved) for tile in tiles}
 
 
 @pytest.mark.parametrize(("kernel", "arch"), ARM_INTRINSIC)

@@ -10,6 +10,7 @@ changes it. In a gate/up matrix a panel holds NR/2 gate columns, then the NR/2 u
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .errors import MoEError, UnsupportedISAError
@@ -43,12 +44,15 @@ class MicroKernel:
     # group], filled up to a multiple of it with a repeated row; a row alone lies as it is, and its tile repeats it.
     row_group: int = 1
     registers: int = 32  # vector registers the instruction can name
+    lone_ahead: int = (
+        0  # bytes ahead that a tile prefetches which is alone on its panel; 0: the hardware foresees enough
+    )
 
     def __post_init__(self) -> None:
         if self.rows != tuple(sorted({1, *range(self.row_group, self.MR + 1, self.row_group)})):
             raise MoEError(f"{self.isa}/{self.dtype}: rows must be 1 and row_group..MR by row_group, got {self.rows}")
-        if self.NR % 32 or self.group * self.weight_size not in (4, 8):
-            raise MoEError(f"{self.name}: NR must be a multiple of 32 and a K group 4 or 8 bytes")
+        if self.NR % 32 or self.group * self.weight_size not in (2, 4, 8):
+            raise MoEError(f"{self.name}: NR must be a multiple of 32 and a K group 2, 4 or 8 bytes")
 
     @property
     def MR(self) -> int:
@@ -86,21 +90,31 @@ class MicroKernel:
         return dict(self.target)[arch]
 
 
-def _vnni(dtype: str, **row: object) -> MicroKernel:
-    """6x64 fills 24 of 32 zmm registers with accumulators and leaves 4 for weights and 1 for the broadcast."""
-    return MicroKernel("avx512_vnni", dtype, rows=tuple(range(1, 7)), NR=64, style="OuterProduct", **row)  # type: ignore[arg-type]
+def _plus(features: Iterable[str]) -> str:
+    return ",".join(f"+{f}" for f in sorted(features))
+
+
+def _zmm(isa: str, dtype: str, more: set[str], target: str, rows: int, **row: object) -> MicroKernel:
+    """32 zmm registers: rows * 4 accumulators, 4 weight vectors (twice that where they are widened to f32), a broadcast.
+
+    Six rows leave 3 free (vnni) or the 2 that vpmaddwd needs for its products; widened bf16 leaves room for five.
+    """
+    row |= {"features": _AVX512 | more, "target": (("x86_64", target),)}
+    return MicroKernel(isa, dtype, rows=tuple(range(1, rows + 1)), NR=64, style="OuterProduct", **row)  # type: ignore[arg-type]
 
 
 def _ymm(isa: str, dtype: str, more: set[str], rows: int, **row: object) -> MicroKernel:
-    """Sixteen ymm registers: rows * 4 accumulators, a weight vector (two where it is widened), and each row's broadcast."""
+    """Sixteen ymm registers: rows * 4 accumulators, a weight vector (two where it is widened), and each row's broadcast.
+
+    Six rows of vpmaddwd take half of the columns at a time: 12 accumulators, 2 weight vectors, a broadcast and a product.
+    """
     features = _AVX2 | more
-    target = (("x86_64", ",".join(f"+{f}" for f in sorted(features))),)
-    row |= {"features": features, "target": target, "registers": 16}
+    row |= {"features": features, "target": (("x86_64", _plus(features)),), "registers": 16}
     return MicroKernel(isa, dtype, rows=tuple(range(1, rows + 1)), NR=32, style="OuterProduct", **row)  # type: ignore[arg-type]
 
 
 def _arm(isa: str, dtype: str, features: set[str], **row: object) -> MicroKernel:
-    target = (("aarch64", ",".join(f"+{f}" for f in sorted(features))),)
+    target = (("aarch64", _plus(features)),)
     return MicroKernel(isa, dtype, features=frozenset(features), target=target, **row)  # type: ignore[arg-type]
 
 
@@ -113,9 +127,10 @@ TABLE: tuple[MicroKernel, ...] = (
     # narrower panels would cost every other loop.
     MicroKernel("generic", "int8", "int8", "int8", "int32", (1, 2), 32, 4, 0, None, "OuterProduct", frozenset(), _ANY),
     MicroKernel("generic", "bf16", "uint16", "uint16", "float32", (1, 2), 32, 2, 0, None, "OuterProduct", frozenset(), _ANY),
+    # Activations as 16-bit integers: widened once, when they are quantized, not for every panel that they meet.
     _ymm(
-        "avx2", "int8", set(), 2, activation="int8", weight="int8", accumulator="int32", group=4, offset=0,
-        intrinsic="pmaddwd",
+        "avx2", "int8", set(), 6, activation="int16", weight="int8", accumulator="int32", group=2, offset=0,
+        intrinsic="pmaddwd", lone_ahead=8192,
     ),
     _ymm(
         "avx2", "bf16", set(), 2, activation="uint16", weight="uint16", accumulator="float32", group=2, offset=0,
@@ -129,13 +144,13 @@ TABLE: tuple[MicroKernel, ...] = (
         "avxvnniint8", "int8", {"avxvnniint8"}, 3, activation="int8", weight="int8", accumulator="int32", group=4,
         offset=0, intrinsic="avxvnniint8",
     ),
-    _vnni(
-        "int8", activation="uint8", weight="int8", accumulator="int32", group=4, offset=128, intrinsic="vnni",
-        features=_AVX512 | {"avx512_vnni"}, target=(("x86_64", "cascadelake"),),
+    _zmm(
+        "avx512_vnni", "int8", {"avx512_vnni"}, "cascadelake", 6, activation="uint8", weight="int8",
+        accumulator="int32", group=4, offset=128, intrinsic="vnni",
     ),
-    _vnni(
-        "bf16", activation="uint16", weight="uint16", accumulator="float32", group=2, offset=0, intrinsic="avx512bf16",
-        features=_AVX512 | {"avx512_vnni", "avx512_bf16"}, target=(("x86_64", "cooperlake"),),
+    _zmm(
+        "avx512_vnni", "bf16", {"avx512_vnni", "avx512_bf16"}, "cooperlake", 6, activation="uint16", weight="uint16",
+        accumulator="float32", group=2, offset=0, intrinsic="avx512bf16",
     ),
     # 2x32 is 16 of 32 registers; with 24 accumulators LLVM moves and spills them.
     _arm(

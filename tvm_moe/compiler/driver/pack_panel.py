@@ -31,6 +31,7 @@ def pack_panel(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
     row, size = pack_row(kernel), kernel.weight_size
     unit, with_sums = group * size, bool(offset)
     per_line, LANES = LINE // tvm.DataType(source).itemsize, transpose.lanes(unit)
+    direct = straight and LANES <= NR // 2  # source rows of a block are all gate, or all up
     pack_direct = N.pack_direct
 
     def value(element: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -86,7 +87,7 @@ def pack_panel(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
                 if D[c] == T.float32(0):  # of zeros, or of denormals too small for a scale
                     D[c] = T.float32(1)
         done[0] = T.int64(0)
-        if straight:  # noqa: SIM102 - decides when this is parsed: the call fits no other source
+        if direct:  # noqa: SIM102 - decides when this is parsed: the call fits no other source
             if (p + T.int64(1)) * half <= valid:
                 done[0] = K // T.int64(chunk)
                 pack_direct(src, rows_at, row_step, n_stride, done[0] * T.int64(UNITS), out, sums_at)

@@ -1,4 +1,4 @@
-"""Transpose of 16 x 16 units of 4 bytes (8 x 8 of 8), as LLVM shuffles that become each target's own permutes.
+"""Transpose of 16 x 16 units of 4 bytes (8 x 8 of 8, 32 x 32 of 2), as LLVM shuffles that become each target's own permutes.
 
 Rows are written past the caches, whole lines that nobody reads soon: no line is read from memory only to be overwritten
 (a tenth to a third faster). The end of the parallel region orders these stores: its barrier is an atomic operation.
