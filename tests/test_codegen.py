@@ -21,16 +21,18 @@ INSTRUCTION = {
     "avx512bf16": "vdpbf16ps",
     "sdot": "sdot",
     "pmaddwd": "vpmaddwd",
+    "pmaddwd512": "vpmaddwd",
     "fma": r"vfmadd\d+ps",
+    "fma512": r"vfmadd\d+ps",
     "avxvnni": "vpdpbusd",
     "avxvnniint8": "vpdpbssd",
     "smmla": "smmla",
     "bfmmla": "bfmmla",
 }  # of the intrinsics in compiler/intrin
 # Instructions that a register of sums takes in a K group.
-PER_SUM = {"pmaddwd": 1, "fma": 2}
+PER_SUM = {"pmaddwd": 1, "pmaddwd512": 1, "fma": 2, "fma512": 2}
 # What tells a K loop from others that hold the instruction.
-K_LOOP = {"fma": "vpblendw"}
+K_LOOP = {"fma": "vpblendw", "fma512": "vpandq"}
 ALL = [pytest.param(k, arch, id=f"{arch}-{k.key}") for k in TABLE for arch in k.arches]
 INTRINSIC = [pytest.param(k, arch, id=f"{arch}-{k.key}") for k in TABLE for arch in k.arches if k.intrinsic]
 X86_INTRINSIC = [p for p in INTRINSIC if p.values[1] == "x86_64"]

@@ -123,12 +123,31 @@ def test_the_highest_level_that_runs_is_chosen_and_the_others_have_reasons(arch,
     assert choose(dtype, arch=arch, available=frozenset()).kernel is found[0]
 
 
-def test_each_dtype_takes_its_own_level(monkeypatch):
-    """A Cascade Lake has VNNI and no BF16 instruction."""
+HASWELL = {"avx2", "fma", "f16c", "bmi", "bmi2"}
+SKYLAKE_X = HASWELL | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+COOPER_LAKE = SKYLAKE_X | {"avx512_vnni", "avx512_bf16"}
+CPUS = {  # features; the levels of INT8 and BF16
+    "Nehalem": (set(), "generic", "generic"),
+    "Haswell": (HASWELL, "avx2", "avx2"),
+    "Zen 3": (HASWELL, "avx2", "avx2"),
+    "Knights Landing": (HASWELL | {"avx512f", "avx512cd"}, "avx2", "avx2"),
+    "Alder Lake": (HASWELL | {"avxvnni"}, "avxvnni", "avx2"),
+    "Sierra Forest": (HASWELL | {"avxvnni", "avxvnniint8"}, "avxvnniint8", "avx2"),
+    "Skylake-X": (SKYLAKE_X, "avx512", "avx512"),
+    "Cascade Lake": (SKYLAKE_X | {"avx512_vnni"}, "avx512_vnni", "avx512"),
+    "Ice Lake": (SKYLAKE_X | {"avx512_vnni"}, "avx512_vnni", "avx512"),
+    "Cooper Lake": (COOPER_LAKE, "avx512_vnni", "avx512_vnni"),
+    "Zen 4": (COOPER_LAKE, "avx512_vnni", "avx512_vnni"),
+    "Zen 5": (COOPER_LAKE | {"avxvnni"}, "avx512_vnni", "avx512_vnni"),
+}
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_each_dtype_takes_its_own_level(name, monkeypatch):
+    """VNNI without BF16 instructions takes BF16 from AVX-512; AVX-VNNI takes it from AVX2."""
     monkeypatch.delenv(isa.ENVIRONMENT, raising=False)
-    cascade_lake = ALL_X86 - {"avx512_bf16", "avxvnni", "avxvnniint8", "amx_tile", "amx_int8", "amx_bf16"}
-    assert choose("int8", arch="x86_64", available=cascade_lake).kernel.isa == "avx512_vnni"
-    assert choose("bf16", arch="x86_64", available=cascade_lake).kernel.isa != "avx512_vnni"
+    available, *levels = CPUS[name]
+    assert [choose(d, arch="x86_64", available=frozenset(available)).kernel.isa for d in kernels.DTYPES] == levels
 
 
 def test_the_environment_caps_the_choice_but_not_a_demand(monkeypatch):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from .errors import MoEError, UnsupportedISAError
 
 LADDER = {
-    "x86_64": ("generic", "avx2", "avxvnni", "avxvnniint8", "avx512_vnni", "amx"),
+    "x86_64": ("generic", "avx2", "avxvnni", "avxvnniint8", "avx512", "avx512_vnni", "amx"),
     "aarch64": ("generic", "dotprod", "i8mm_bf16"),
 }
 DTYPES = ("int8", "bf16")
@@ -143,6 +143,15 @@ TABLE: tuple[MicroKernel, ...] = (
     _ymm(
         "avxvnniint8", "int8", {"avxvnniint8"}, 3, activation="int8", weight="int8", accumulator="int32", group=4,
         offset=0, intrinsic="avxvnniint8",
+    ),
+    # Skylake-X; its BF16 also serves VNNI CPUs without AVX512-BF16 (Cascade Lake, Ice Lake).
+    _zmm(
+        "avx512", "int8", set(), _plus(_AVX512), 6, activation="int16", weight="int8", accumulator="int32", group=2,
+        offset=0, intrinsic="pmaddwd512", lone_ahead=8192,
+    ),
+    _zmm(
+        "avx512", "bf16", set(), _plus(_AVX512), 5, activation="uint16", weight="uint16", accumulator="float32", group=2,
+        offset=0, intrinsic="fma512",
     ),
     _zmm(
         "avx512_vnni", "int8", {"avx512_vnni"}, "cascadelake", 6, activation="uint8", weight="int8",

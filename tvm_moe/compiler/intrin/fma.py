@@ -1,8 +1,8 @@
-"""AVX2 with FMA: 8 f32 lanes += 2 products each of one broadcast bf16 pair with 8 bf16 pairs, in order of k.
+"""FMA: f32 lanes (8 on AVX2) += 2 products each of one broadcast bf16 pair with as many bf16 pairs, in order of k.
 
 A bf16 is the upper half of an f32: the first of a pair is shifted up, the second is masked out. An empty asm statement after
 each FMA keeps them in the order of this file: LLVM would take the first products of all vectors and then the second ones, and
-run out of the 16 registers.
+run out of registers.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ HELD = 2
 FUNCTION = "moe_fma_bf16_pairs"
 
 
-def multiply(sums: tirx.PrimExpr, pair: tirx.PrimExpr, pairs: tirx.PrimExpr) -> tirx.PrimExpr:
-    same = tirx.Broadcast(tirx.reinterpret("int32", pair), LANES)
-    return tirx.call_pure_extern("float32x8", FUNCTION, sums, same, tirx.reinterpret("int32x8", pairs))
-
-
 @cache
-def tensor_intrin() -> str:
-    return dot("moe_dot_bf16_8x2_fma", LANES, 2, ("uint16", "uint16", "float32"), multiply)
+def tensor_intrin(lanes: int = LANES) -> str:
+    def multiply(sums: tirx.PrimExpr, pair: tirx.PrimExpr, pairs: tirx.PrimExpr) -> tirx.PrimExpr:
+        same = tirx.Broadcast(tirx.reinterpret("int32", pair), lanes)
+        return tirx.call_pure_extern(
+            f"float32x{lanes}", FUNCTION, sums, same, tirx.reinterpret(f"int32x{lanes}", pairs)
+        )
+
+    return dot(f"moe_dot_bf16_{lanes}x2_fma", lanes, 2, ("uint16", "uint16", "float32"), multiply)
 
 
-def llvm_ir(mcpu: str) -> str:
-    constant = "<" + ", ".join(["i32 {0}"] * LANES) + ">"
-    sixteen, upper = constant.format(16), constant.format(-65536)
+def llvm_ir(mcpu: str, lanes: int = LANES) -> str:
+    floats, words = f"<{lanes} x float>", f"<{lanes} x i32>"
     return f"""
-declare <8 x float> @llvm.fma.v8f32(<8 x float>, <8 x float>, <8 x float>)
-define <8 x float> @{FUNCTION}(<8 x float> %c, <8 x i32> %a, <8 x i32> %w) #0 {{
-  %a0 = shl <8 x i32> %a, {sixteen}
-  %w0 = shl <8 x i32> %w, {sixteen}
-  %x0 = bitcast <8 x i32> %a0 to <8 x float>
-  %y0 = bitcast <8 x i32> %w0 to <8 x float>
-  %s0 = call <8 x float> @llvm.fma.v8f32(<8 x float> %x0, <8 x float> %y0, <8 x float> %c)
-  %t0 = call <8 x float> asm sideeffect "", "=x,0"(<8 x float> %s0) #1
-  %a1 = and <8 x i32> %a, {upper}
-  %w1 = and <8 x i32> %w, {upper}
-  %x1 = bitcast <8 x i32> %a1 to <8 x float>
-  %y1 = bitcast <8 x i32> %w1 to <8 x float>
-  %s1 = call <8 x float> @llvm.fma.v8f32(<8 x float> %x1, <8 x float> %y1, <8 x float> %t0)
-  %t1 = call <8 x float> asm sideeffect "", "=x,0"(<8 x float> %s1) #1
-  ret <8 x float> %t1
+declare {floats} @llvm.fma.v{lanes}f32({floats}, {floats}, {floats})
+define {floats} @{FUNCTION}({floats} %c, {words} %a, {words} %w) #0 {{
+  %a0 = shl {words} %a, splat (i32 16)
+  %w0 = shl {words} %w, splat (i32 16)
+  %x0 = bitcast {words} %a0 to {floats}
+  %y0 = bitcast {words} %w0 to {floats}
+  %s0 = call {floats} @llvm.fma.v{lanes}f32({floats} %x0, {floats} %y0, {floats} %c)
+  %t0 = call {floats} asm sideeffect "", "=v,0"({floats} %s0) #1
+  %a1 = and {words} %a, splat (i32 -65536)
+  %w1 = and {words} %w, splat (i32 -65536)
+  %x1 = bitcast {words} %a1 to {floats}
+  %y1 = bitcast {words} %w1 to {floats}
+  %s1 = call {floats} @llvm.fma.v{lanes}f32({floats} %x1, {floats} %y1, {floats} %t0)
+  %t1 = call {floats} asm sideeffect "", "=v,0"({floats} %s1) #1
+  ret {floats} %t1
 }}
 attributes #0 = {{ alwaysinline "target-features"="{mcpu}" }}
 attributes #1 = {{ nounwind willreturn memory(none) }}
