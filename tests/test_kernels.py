@@ -48,8 +48,11 @@ def test_rows_that_cannot_be():
         replace(TABLE[0], rows=(1, 2, 4))
     with pytest.raises(MoEError, match="NR must be a multiple of 32"):
         replace(TABLE[0], NR=48)
+    few = kernels.find("avx512_vnni", "int8")
+    with pytest.raises(MoEError, match=r"few rows are served by .*avx512_vnni, which reads other operands or panels"):
+        replace(kernels.find("avx512_vnni", "bf16"), few=few)
     with pytest.raises(MoEError, match=r"existing: generic-int8"):
-        kernels.find("amx", "int8")
+        kernels.find("amx9", "int8")
 
 
 HANDLE = ctypes.c_void_p
@@ -61,8 +64,9 @@ def packed_panel(kernel, w):
 
 
 def accumulate(kernel, x, w, start, chunk, rows=None):
-    """Accumulators [n, NR] of ``x [T, K]`` and ``w [NR, K]`` as stored, from `check_panel`."""
+    """Accumulators [n, NR] of ``x [T, K]`` and ``w [NR, K]`` as stored, from `check_panel`; ``chunk`` in its steps."""
     rows = np.arange(len(x)) if rows is None else rows
+    x, w = (np.pad(a, ((0, 0), (0, -a.shape[1] % kernel.k_step))) for a in (x, w))
     rows, panel = np.ascontiguousarray(rows, np.int32), packed_panel(kernel, w)
     acc = np.full((len(rows) + 1, kernel.NR), 77, kernel.accumulator)
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in (np.ascontiguousarray(x), rows, panel, start, acc)]
@@ -73,7 +77,7 @@ def accumulate(kernel, x, w, start, chunk, rows=None):
         x.shape[1],
         *pointers[1:],
         x.shape[1] // kernel.group,
-        chunk,
+        chunk * kernel.depth,
         temp.ctypes.data_as(HANDLE),
     )
     assert (acc[-1] == 77).all(), "wrote past the last row"
@@ -176,7 +180,7 @@ def test_bf16_nan_and_inf(bf16_kernel):
 def test_operands_need_no_alignment_beyond_their_own(kernel, offset):
     """Files are mapped wherever they lie, and rows of a caller's tensor start where it likes."""
     rng = np.random.default_rng(0)
-    K = 40
+    K = 5 * max(8, kernel.k_step)
     x = rng.integers(0, 100, (kernel.MR, K)).astype(kernel.activation)
     w = rng.integers(0, 100, (kernel.NR, K)).astype(kernel.weight)
     start = np.zeros(kernel.NR, kernel.accumulator)
@@ -194,7 +198,7 @@ def test_operands_need_no_alignment_beyond_their_own(kernel, offset):
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
     temp = room(kernel, kernel.MR, K)
     runtime.load(kernel).check_panel(
-        kernel.MR, pointers[0], K, *pointers[1:], K // kernel.group, 3, temp.ctypes.data_as(HANDLE)
+        kernel.MR, pointers[0], K, *pointers[1:], K // kernel.group, 3 * kernel.depth, temp.ctypes.data_as(HANDLE)
     )
     assert np.array_equal(acc, want)
 

@@ -34,7 +34,7 @@ def check_all_accumulators(module: Module, kernel: MicroKernel) -> Iterator[Chec
 def check_accumulators(module: Module, kernel: MicroKernel, rows: int) -> Check:
     """The sums of ``rows`` gathered rows over two chunks of K: exact in INT8, within K roundings in BF16."""
     rng = np.random.default_rng(rows)
-    groups, K = 37, 37 * kernel.group
+    groups, K = 37 * kernel.depth, 37 * kernel.k_step
     integer = kernel.dtype == "int8"
     if integer:
         x = rng.integers(-127, 128, (rows + 2, K), dtype=np.int64)
@@ -50,7 +50,9 @@ def check_accumulators(module: Module, kernel: MicroKernel, rows: int) -> Check:
     acc = np.empty((rows, kernel.NR), start.dtype)
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in (stored_x, ids, packed, start, acc)]
     temp = room(kernel, rows, K)
-    module.check_panel(rows, pointers[0], K, *pointers[1:], groups, 20, ctypes.c_void_p(temp.ctypes.data))
+    module.check_panel(
+        rows, pointers[0], K, *pointers[1:], groups, 20 * kernel.depth, ctypes.c_void_p(temp.ctypes.data)
+    )
     exact = x[ids] @ w.T
     error = float(np.abs(acc - exact).max())
     bound = 0.0 if integer else float((np.abs(x[ids]) @ np.abs(w).T).max()) * K * 2.0**-24

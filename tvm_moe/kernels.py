@@ -40,23 +40,47 @@ class MicroKernel:
     style: str  # class in schedules/
     features: frozenset[str]  # CPU features the object code needs beyond the baseline
     target: tuple[tuple[str, str], ...]  # architecture -> mcpu, or "+feature,..." as LLVM names them ("": the baseline)
-    # Activation rows one instruction reads. Where it is more than one, the rows of a tile lie interleaved, [K groups, rows,
-    # group], filled up to a multiple of it with a repeated row; a row alone lies as it is, and its tile repeats it.
+    # Activation rows one instruction reads. Where it is more than one, the rows of a tile lie interleaved, [K steps, rows,
+    # step], filled up to a multiple of it with a repeated row; a row alone lies as it is, and its tile repeats it.
     row_group: int = 1
+    depth: int = 1  # K groups of a row one instruction reads, a K step: panels are padded to whole ones
     registers: int = 32  # vector registers the instruction can name
-    lone_ahead: int = (
-        0  # bytes ahead that a tile prefetches which is alone on its panel; 0: the hardware foresees enough
-    )
+    lone_ahead: int = 0  # bytes ahead that a tile alone on its panel prefetches; 0: the hardware foresees enough
+    few: MicroKernel | None = None  # a row of the same operands and panels; its tiles serve up to its MR rows, gathered
 
     def __post_init__(self) -> None:
-        if self.rows != tuple(sorted({1, *range(self.row_group, self.MR + 1, self.row_group)})):
+        if self.rows != tuple(sorted({*range(1, self.loose + 1), *range(self.row_group, self.MR + 1, self.row_group)})):
             raise MoEError(f"{self.isa}/{self.dtype}: rows must be 1 and row_group..MR by row_group, got {self.rows}")
         if self.NR % 32 or self.group * self.weight_size not in (2, 4, 8):
             raise MoEError(f"{self.name}: NR must be a multiple of 32 and a K group 2, 4 or 8 bytes")
+        if self.few and (self.few.operands != self.operands or self.few.row_group > 1):
+            raise MoEError(f"{self.name}: few rows are served by {self.few.name}, which reads other operands or panels")
 
     @property
     def MR(self) -> int:
         return self.rows[-1]
+
+    @property
+    def loose(self) -> int:
+        """Rows of a block up to which they are not interleaved (where any are)."""
+        return self.few.MR if self.few else 1
+
+    @property
+    def operands(self) -> tuple[object, ...]:
+        return self.activation, self.weight, self.accumulator, self.NR, self.group, self.offset
+
+    def serving(self, rows: int) -> MicroKernel:
+        """The row whose tile serves so many rows."""
+        return self.few if self.few and rows <= self.few.MR else self
+
+    @property
+    def k_step(self) -> int:
+        """Consecutive k of a row that one instruction reads."""
+        return self.depth * self.group
+
+    def k_groups(self, K: int) -> int:
+        """K groups of a panel of K columns: whole steps."""
+        return -(-K // self.k_step) * self.depth
 
     @property
     def name(self) -> str:

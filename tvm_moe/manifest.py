@@ -20,9 +20,13 @@ TVM_VERSION = "0.27.0.post1"  # what builds modules
 
 def stamp(kernel: MicroKernel | None) -> str:
     """What a module and this package must agree on: exported functions, plan layout, the kernel's row."""
-    row = {**vars(kernel), "features": sorted(kernel.features)} if kernel else None  # a set has no order of its own
-    text = f"{INTERFACE} {[f.name for f in plan.Field]} {row}"
+    text = f"{INTERFACE} {[f.name for f in plan.Field]} {row(kernel)}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def row(kernel: MicroKernel | None) -> dict[str, object] | None:
+    """Its fields; a set has no order of its own."""
+    return {**vars(kernel), "features": sorted(kernel.features), "few": row(kernel.few)} if kernel else None
 
 
 def write_manifest(path: Path, kernel: MicroKernel | None, arch: str) -> None:

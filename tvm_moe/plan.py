@@ -139,18 +139,17 @@ class LayerSizes:
         """Packed gate/up weights [E, panels, K groups, NR, group]."""
         if self.linear:
             return self.experts, 0, 0, kernel.NR, kernel.group
-        groups = -(-self.hidden // kernel.group)
-        return self.experts, -(-self.intermediate // self.half(kernel)), groups, kernel.NR, kernel.group
+        panels = -(-self.intermediate // self.half(kernel))
+        return self.experts, panels, kernel.k_groups(self.hidden), kernel.NR, kernel.group
 
     def shape2(self, kernel: MicroKernel) -> tuple[int, int, int, int, int]:
-        groups = -(-self.intermediate // kernel.group)
+        groups = kernel.k_groups(self.intermediate)
         return self.experts, -(-self.hidden // kernel.NR), groups, kernel.NR, kernel.group
 
     def row_of_intermediate(self, kernel: MicroKernel) -> int:
-        """Elements between its rows: whole panels of the gate/up stage, or whole K groups of hidden_states."""
-        if self.linear:
-            return -(-self.intermediate // kernel.group) * kernel.group
-        return self.shape13(kernel)[1] * self.half(kernel)
+        """Elements between its rows: whole panels of the gate/up stage, whole K steps of the down stage."""
+        columns = self.intermediate if self.linear else self.shape13(kernel)[1] * self.half(kernel)
+        return kernel.k_groups(columns) * kernel.group
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def parts(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threa
 def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int) -> dict[Field, int]:
     """How the work is cut: blocks of rows, groups of panels, chunks of K, rings of intermediates."""
     F, slots = Field, tokens * top_k
-    _, panels13, k13, NR, group = sizes.shape13(kernel)
+    _, panels13, k13, NR, _ = sizes.shape13(kernel)
     _, panels2, k2, _, _ = sizes.shape2(kernel)
     panels13 = panels13 or 1
     want = ITEMS_PER_THREAD * threads
@@ -197,15 +196,14 @@ def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threa
     items2 = -(-panels2 // group2)
     blocks_max = min(sizes.experts, slots) + slots // row_block + 1
     ring_bytes = max(Y_RING_BYTES, threads * Y_RING_THREAD_BYTES)
-    chunk = max(1, CHUNK_BYTES // (NR * group * kernel.weight_size))
     return {
         F.ROW_BLOCK: row_block,
         F.GROUP13: group13,
         F.GROUP2: group2,
         F.ITEMS13: -(-panels13 // group13),
         F.ITEMS2: items2,
-        F.CHUNK13: even_chunk(k13, chunk),
-        F.CHUNK2: even_chunk(k2, chunk),
+        F.CHUNK13: chunk(kernel, k13),
+        F.CHUNK2: chunk(kernel, k2),
         F.RING_H: max(4, 4 * threads) if kernel.dtype == "int8" or kernel.row_group > 1 else blocks_max,
         F.RING_Y: min(items2, max(2, ring_bytes // y_bytes, -(-2 * threads // likely_blocks) + 1)),
         F.COMBINE_PARTS: max(1, min(COMBINE_PARTS, tokens // COMBINE_TOKENS)),
@@ -213,9 +211,11 @@ def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threa
     }
 
 
-def even_chunk(groups: int, most: int) -> int:
-    """The chunk length that cuts ``groups`` into equal chunks of at most ``most``."""
-    return max(1, -(-groups // max(1, -(-groups // most))))
+def chunk(kernel: MicroKernel, groups: int) -> int:
+    """The chunk length, in K groups, that cuts a panel of ``groups`` into equal chunks of whole steps of the instruction."""
+    steps = groups // kernel.depth
+    most = max(1, CHUNK_BYTES // (kernel.NR * kernel.k_step * kernel.weight_size))
+    return max(1, -(-steps // max(1, -(-steps // most)))) * kernel.depth
 
 
 def make(

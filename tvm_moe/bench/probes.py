@@ -34,7 +34,7 @@ class Probe(Library):
         """Operations a second of the row's full tile on a panel in L1: the best of some repetitions."""
         k = self.kernel
         row, column = k.group * k.activation_size, k.group * k.weight_size
-        groups = PEAK_BYTES // (k.MR * row + k.NR * column)
+        groups = PEAK_BYTES // (k.MR * row + k.NR * column) // k.depth * k.depth
         x, w = aligned(k.MR * groups * row), aligned(k.NR * groups * column)
         rows, sums = np.arange(k.MR, dtype=np.int32), aligned(threads * k.MR * k.NR * 4)
         operations = 2 * k.MR * k.NR * groups * k.group * threads

@@ -80,6 +80,11 @@ def gemm_tile(
     return continue_sum(func, func.params[3], stride)
 
 
+def adds_last(kernel: MicroKernel) -> bool:
+    """Whether a chunk's sums start from zero, the running sum is added last, and the first chunk has a tile of its own."""
+    return kernel.row_group == 2
+
+
 def column_block(rows: int) -> int:
     """Columns whose sums a tile of pairs of rows keeps at once: 16 of 32 registers, 24 of them for three pairs."""
     return {1: 32, 2: 32, 4: 16, 6: 16, 8: 8}[rows]

@@ -19,7 +19,7 @@ from ..kernels import MicroKernel
 from ..tuning import STAGES, Choice, Decisions
 from . import compute, intrin
 from .driver import gemm, pack, pack_direct, pack_panel, rows, tiles, worker
-from .driver.names import N
+from .driver.names import FEW, MANY, N
 from .intrin.prefetch import prefetch
 from .pipeline import subroutine
 
@@ -92,8 +92,23 @@ def family(name: GlobalVar, variants: dict[int, tirx.PrimFunc]) -> dict[GlobalVa
 def tiles_and_panel(
     kernel: MicroKernel, arch: str, stage: str, decisions: Mapping[int, Decisions]
 ) -> dict[GlobalVar, tirx.PrimFunc]:
-    """The tiles of these row counts and the loop over a panel that calls them."""
-    families = {N.tile[stage]: True} | ({N.tile_more[stage]: False} if kernel.row_group > 1 else {})
+    """The tiles of these row counts and the function that multiplies a panel with them."""
+    if kernel.few is None:
+        return multiplying(kernel, arch, stage, decisions)
+    few = {r: d for r, d in decisions.items() if kernel.serving(r) is kernel.few}
+    many = {r: d for r, d in decisions.items() if r not in few}
+    return {
+        **multiplying(kernel.few, arch, stage + FEW, few),
+        **multiplying(kernel, arch, stage + MANY, many),
+        N.panel[stage]: gemm.few_or_many(kernel.few.MR, stage),
+    }
+
+
+def multiplying(
+    kernel: MicroKernel, arch: str, stage: str, decisions: Mapping[int, Decisions]
+) -> dict[GlobalVar, tirx.PrimFunc]:
+    """The tiles of one row of the table and the loop over a panel that calls them."""
+    families = {N.tile[stage]: True} | ({N.tile_more[stage]: False} if compute.adds_last(kernel) else {})
     functions = {N.panel[stage]: gemm.panel(kernel, stage)}
     for name, first in families.items():
         functions |= family(name, {r: tile_function(kernel, arch, r, d, first) for r, d in decisions.items()})

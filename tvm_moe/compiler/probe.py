@@ -8,6 +8,7 @@ from tvm.ir import GlobalVar
 from tvm.script import tirx as T
 
 from ..kernels import MicroKernel
+from . import intrin
 from .driver.names import N
 from .module import bare_tile
 
@@ -17,6 +18,7 @@ LANES, VECTORS = 16, 8  # a stream step: 8 vectors of 16 int32, 512 bytes, each 
 def peak(kernel: MicroKernel) -> tirx.PrimFunc:
     """Every thread runs the full tile ``repeats`` times on one panel that stays in L1; each time continues the sums."""
     tile, MR, NR = N.tile["gate_up"], kernel.MR, kernel.NR
+    thread = intrin.thread_state(kernel.intrinsic)
 
     @T.prim_func(s_tir=True)
     def peak(
@@ -26,16 +28,18 @@ def peak(kernel: MicroKernel) -> tirx.PrimFunc:
         T.evaluate(T.call_extern("int32", "moe_set_threads", T.Cast("int32", threads)))
         for th in T.parallel(threads):
             mine: T.let = T.handle_add_byte_offset(acc, th * T.int64(MR * NR * 4))
+            thread.entered()
             for _ in range(repeats):
                 if kernel.row_group > 1:
-                    tile(x, w, rows, mine, mine, k_groups, T.int64(NR))
+                    tile(x, w, rows, mine, mine, k_groups // T.int64(kernel.depth), T.int64(NR))
                 else:
                     tile(
                         x, w, rows, mine, mine,
                         T.int64(MR), k_groups * T.int64(kernel.group), k_groups, T.int64(NR),
                     )  # fmt: skip
+            thread.left()
 
-    return peak
+    return intrin.with_llvm(peak, thread.llvm_ir)
 
 
 def stream(kernel: MicroKernel) -> tirx.PrimFunc:

@@ -10,10 +10,11 @@ from tvm.ir import GlobalVar
 from tvm.script import tirx as T
 
 from ..kernels import MicroKernel, find
-from ..plan import CHUNK_BYTES, even_chunk
+from ..plan import chunk
 from ..tuning import Decisions
+from . import intrin
 from .driver.names import N
-from .module import tiles_and_panel
+from .module import multiplying
 
 WEIGHT_BYTES = 256 << 20  # of one pass over the weights
 TILES = 8  # of a block of full tiles
@@ -35,12 +36,17 @@ class Task:
         return find(self.isa, self.dtype)
 
     @property
+    def serving(self) -> MicroKernel:
+        """The row whose tile this is."""
+        return self.kernel.serving(self.rows)
+
+    @property
     def label(self) -> str:
         return f"{self.isa} {self.dtype} {self.stage} K={self.K} rows={self.rows}"
 
     @property
     def groups(self) -> int:
-        return -(-self.K // self.kernel.group)
+        return self.kernel.k_groups(self.K)
 
     @property
     def block_rows(self) -> int:
@@ -72,7 +78,7 @@ def buckets(kernel: MicroKernel) -> tuple[int, ...]:
 
 
 def build_ir(task: Task, arch: str, decisions: Decisions) -> tvm.IRModule:
-    functions = tiles_and_panel(task.kernel, arch, "gate_up", {task.rows: decisions})
+    functions = multiplying(task.serving, arch, "gate_up", {task.rows: decisions})
     return tvm.IRModule(functions | {GlobalVar("stage"): entry(task)})
 
 
@@ -80,8 +86,9 @@ def entry(task: Task) -> tirx.PrimFunc:
     """One pass: every panel once, each with ``block_rows`` random rows; threads take contiguous shares as items do."""
     kernel, panel = task.kernel, N.panel["gate_up"]
     groups, n, size = task.groups, task.block_rows, task.panel_bytes
-    chunk = even_chunk(groups, CHUNK_BYTES // (kernel.NR * kernel.group * kernel.weight_size))
+    piece = chunk(kernel, groups)
     acc_bytes = n * kernel.NR * 4
+    thread = intrin.thread_state(task.serving.intrinsic)
 
     @T.prim_func(s_tir=True)
     def stage(
@@ -90,6 +97,7 @@ def entry(task: Task) -> tirx.PrimFunc:
         T.func_attr({"global_symbol": "stage"})
         T.evaluate(T.call_extern("int32", "moe_set_threads", T.Cast("int32", threads)))
         for th in T.parallel(threads):
+            thread.entered()
             for q in range((th + T.int64(1)) * panels // threads - th * panels // threads):
                 p: T.let = th * panels // threads + q
                 panel(
@@ -98,7 +106,8 @@ def entry(task: Task) -> tirx.PrimFunc:
                     T.handle_add_byte_offset(w, p * T.int64(size)), start,
                     # In turns in two places: LLVM would leave out all but the last of the panels it sees through (small K).
                     T.handle_add_byte_offset(acc, (th * T.int64(2) + p % T.int64(2)) * T.int64(acc_bytes)),
-                    T.int64(groups), T.int64(chunk), T.int64(size), T.int64(0), T.int64(0),
+                    T.int64(groups), T.int64(piece), T.int64(size), T.int64(0), T.int64(0),
                 )  # fmt: skip
+            thread.left()
 
-    return stage
+    return intrin.with_llvm(stage, thread.llvm_ir)

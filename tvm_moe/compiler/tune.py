@@ -48,19 +48,20 @@ def tasks(kernel: MicroKernel, shapes: Iterable[tuple[int, int]]) -> list[Task]:
 
 
 def without_defaults(task: Task, decisions: Decisions, arch: str) -> Decisions:
-    defaults = {d.name: d.default for d in style(task.kernel.style)(task.kernel, arch, task.rows).decisions()}
+    kernel = task.serving
+    defaults = {d.name: d.default for d in style(kernel.style)(kernel, arch, task.rows).decisions()}
     return tuple((name, value) for name, value in decisions if defaults[name] != value)
 
 
 def workload(task: Task) -> tvm.IRModule:
     """The tile with fixed sizes. Stages with the same K are the same computation: a name tells their records apart."""
-    func = compute.gemm_tile(task.kernel, task.rows, task.groups)
+    func = compute.gemm_tile(task.serving, task.rows, task.groups)
     return tvm.IRModule({"main": func.with_attr("global_symbol", "main").with_attr("moe_task", task.label)})
 
 
 def spaces(task: Task, arch: str) -> Callable[[Schedule], list[Schedule]]:
     """A design space for every combination of the structural decisions."""
-    schedule = style(task.kernel.style)(task.kernel, arch, task.rows)
+    schedule = style(task.serving.style)(task.serving, arch, task.rows)
 
     def generate(s: Schedule) -> list[Schedule]:
         copies = [(space, s.copy()) for space in schedule.spaces()]

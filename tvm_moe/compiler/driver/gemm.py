@@ -7,8 +7,10 @@ from tvm.ir import GlobalVar
 from tvm.script import tirx as T
 
 from ...kernels import MicroKernel
+from .. import intrin
+from ..compute import adds_last
 from ..intrin.prefetch import prefetch
-from .names import FIELDS, F, N
+from .names import FEW, FIELDS, MANY, F, N
 
 FIRST_LINES = 16  # of the next panel; the hardware's prefetcher has found the stream by then
 
@@ -19,10 +21,15 @@ def first_row(kernel: MicroKernel, n: tirx.PrimExpr, i: tirx.PrimExpr, tiles: ti
     return n * i // tiles if g == 1 else tirx.min(n, (n + (g - 1)) // g * i // tiles * g)
 
 
+def loose(kernel: MicroKernel, n: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Whether a block of ``n`` rows is not interleaved: a row alone lies so anyway, and few rows may be gathered."""
+    return n <= kernel.few.MR if kernel.few else n == 1
+
+
 def filled(kernel: MicroKernel, rows: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Rows up to a whole row group; a row alone has a tile of its own."""
+    """Rows up to a whole row group; few rows have tiles of their own."""
     g = kernel.row_group
-    return rows if g == 1 else tirx.Select(rows == 1, rows, (rows + (g - 1)) // g * g)
+    return rows if g == 1 else tirx.Select(loose(kernel, rows), rows, (rows + (g - 1)) // g * g)
 
 
 def own_rows(kernel: MicroKernel, P: tirx.Buffer, th: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -36,8 +43,8 @@ def finished_rows(kernel: MicroKernel, P: tirx.Buffer, b: tirx.PrimExpr, first: 
 
 
 def slice_step(kernel: MicroKernel, tiles: tirx.PrimExpr, follows: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Bytes of a K group that a tile prefetches: an equal share of what comes next, so that memory works all the time."""
-    share = T.int64(kernel.NR * kernel.group * kernel.weight_size) // tiles
+    """Bytes of a K step that a tile prefetches: an equal share of what comes next, so that memory works all the time."""
+    share = T.int64(kernel.NR * kernel.k_step * kernel.weight_size) // tiles
     if kernel.lone_ahead:
         return T.if_then_else(tirx.all(tiles > T.int64(1), follows == T.int64(0)), T.int64(0), share)
     return T.if_then_else(tirx.any(tiles == T.int64(1), follows == T.int64(0)), T.int64(0), share)
@@ -65,10 +72,10 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
     the last asks for those ``rows_ahead`` bytes from ``x``, the next item's (0: unknown). The hardware does not foresee
     rows that broadcasts read four bytes at a time: 1.1 times as fast at 4096 tokens, where they come from memory.
     """
-    MR, NR, paired = kernel.MR, kernel.NR, kernel.row_group > 1
-    tile, tile_more = N.tile[stage], N.tile_more[stage]
-    k_bytes = kernel.group * kernel.weight_size
-    x_bytes = kernel.group * kernel.activation_size
+    MR, NR, interleaved = kernel.MR, kernel.NR, kernel.row_group > 1
+    tile, tile_more = N.tile[stage], N.tile_more[stage] if adds_last(kernel) else N.tile[stage]
+    k_bytes, x_bytes = kernel.group * kernel.weight_size, kernel.group * kernel.activation_size
+    depth = kernel.depth
 
     @T.prim_func(private=True, s_tir=True)
     def panel(
@@ -80,6 +87,7 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
         for c in range((k_groups + chunk - T.int64(1)) // chunk):
             k0: T.let = c * chunk
             groups: T.let = T.min(chunk, k_groups - k0)
+            steps: T.let = groups // T.int64(depth)
             here: T.let = k0 * T.int64(NR * k_bytes)
             follows: T.let = T.if_then_else(k0 + groups == k_groups, ahead, here + groups * T.int64(NR * k_bytes))
             step: T.let = slice_step(kernel, tiles, follows)
@@ -87,27 +95,27 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
                 r0: T.let = first_row(kernel, n, i, tiles)
                 r1: T.let = first_row(kernel, n, i + T.int64(1), tiles)
                 computed: T.let = filled(kernel, r1 - r0)
-                x_from: T.let = r0 * row_bytes + k0 * computed * T.int64(x_bytes) if paired else k0 * T.int64(x_bytes)
+                x_from: T.let = (
+                    r0 * row_bytes + k0 * computed * T.int64(x_bytes) if interleaved else k0 * T.int64(x_bytes)
+                )
                 x_at: T.let = T.handle_add_byte_offset(x, x_from)
                 w_at: T.let = T.handle_add_byte_offset(w, here)
                 ids: T.let = T.handle_add_byte_offset(rows, r0 * T.int64(4))
                 sums: T.let = T.handle_add_byte_offset(acc, r0 * T.int64(NR * 4))
-                soon: T.let = slice_from(kernel, tiles, here, step, follows + i * groups * step)
+                soon: T.let = slice_from(kernel, tiles, here, step, follows + i * steps * step)
                 next_w: T.let = T.handle_add_byte_offset(w, soon)
                 next_row: T.let = T.if_then_else(i + T.int64(1) == tiles, rows_ahead, r1 * row_bytes * rows_cold)
                 next_x: T.let = T.handle_add_byte_offset(x, next_row)
                 # Whole rows while the first chunk passes; the others find them.
                 wanted: T.let = tirx.all(c == T.int64(0), next_row != T.int64(0))
-                rows_step: T.let = T.if_then_else(wanted, T.int64(MR) * row_bytes // groups, T.int64(0))
+                rows_step: T.let = T.if_then_else(wanted, T.int64(MR) * row_bytes // steps, T.int64(0))
                 # What the tile is told of its rows: where they are gathered from, or nothing where they lie interleaved.
-                if paired:
+                if interleaved:
                     if c == T.int64(0):
-                        tile(
-                            computed, x_at, w_at, ids, start, sums, groups, T.int64(0), next_w, step, next_x, rows_step
-                        )
+                        tile(computed, x_at, w_at, ids, start, sums, steps, T.int64(0), next_w, step, next_x, rows_step)
                     else:
                         tile_more(
-                            computed, x_at, w_at, ids, sums, sums, groups, T.int64(NR), next_w, step, next_x, rows_step
+                            computed, x_at, w_at, ids, sums, sums, steps, T.int64(NR), next_w, step, next_x, rows_step
                         )
                 elif c == T.int64(0):
                     tile(
@@ -121,6 +129,23 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
                     )  # fmt: skip
 
     return panel
+
+
+def few_or_many(few: int, stage: str) -> tirx.PrimFunc:
+    """The panel functions of a kernel whose blocks of up to ``few`` rows are gathered, and of all others, as one."""
+    gathered, interleaved = N.panel[stage + FEW], N.panel[stage + MANY]
+
+    @T.prim_func(private=True, s_tir=True)
+    def few_or_many(
+        n: T.int64, x: T.handle, x_ld: T.int64, rows: T.handle, w: T.handle, start: T.handle, acc: T.handle,
+        k_groups: T.int64, chunk: T.int64, ahead: T.int64, rows_cold: T.int64, rows_ahead: T.int64,
+    ) -> None:  # fmt: skip
+        if n <= T.int64(few):
+            gathered(n, x, x_ld, rows, w, start, acc, k_groups, chunk, ahead, rows_cold, rows_ahead)
+        else:
+            interleaved(n, x, x_ld, rows, w, start, acc, k_groups, chunk, ahead, rows_cold, rows_ahead)
+
+    return few_or_many
 
 
 def fetch_ahead(kernel: MicroKernel) -> tirx.PrimFunc:
@@ -147,8 +172,11 @@ def check_panel(kernel: MicroKernel) -> tirx.PrimFunc:
     ``temp``: room for the rows and their sums, filled up to a row group, where the kernel interleaves them.
     """
     panel, interleave = N.panel["gate_up"], N.interleave
-    paired, NR = kernel.row_group > 1, kernel.NR
-    unit = kernel.group * kernel.activation_size
+    interleaved, NR = kernel.row_group > 1, kernel.NR
+    unit, thread = kernel.group * kernel.activation_size, intrin.thread_state(kernel.intrinsic)
+
+    def arranged(n: tirx.PrimExpr) -> tirx.PrimExpr:
+        return n > kernel.few.MR if kernel.few else tirx.const(interleaved)
 
     @T.prim_func(s_tir=True)
     def check_panel(
@@ -156,7 +184,8 @@ def check_panel(kernel: MicroKernel) -> tirx.PrimFunc:
         k_groups: T.int64, chunk: T.int64, temp: T.handle,
     ) -> None:  # fmt: skip
         T.func_attr({"global_symbol": "check_panel"})
-        if paired:
+        thread.entered()
+        if arranged(n):
             from_temp: T.let = filled(kernel, n) * k_groups * T.int64(unit)
             sums: T.let = T.handle_add_byte_offset(temp, from_temp)
             interleave(n, x, x_ld, rows, k_groups, temp)
@@ -167,8 +196,9 @@ def check_panel(kernel: MicroKernel) -> tirx.PrimFunc:
                 A[i] = S[i]
         else:
             panel(n, x, x_ld, rows, w, start, acc, k_groups, chunk, T.int64(0), T.int64(0), T.int64(0))
+        thread.left()
 
-    return check_panel
+    return intrin.with_llvm(check_panel, thread.llvm_ir)
 
 
 def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
@@ -178,8 +208,8 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
     """
     NR, size = kernel.NR, kernel.activation_size
     panel_bytes = NR * kernel.group * kernel.weight_size
-    paired = kernel.row_group > 1
-    staged = paired or kernel.dtype == "int8"
+    interleaved, gathered = kernel.row_group > 1, kernel.few is not None
+    staged = interleaved or kernel.dtype == "int8"
     out_size = 4 if kernel.dtype == "int8" else 2
     panel, activate, fetch_ahead, interleave = N.panel["gate_up"], N.activate, N.fetch_ahead, N.interleave
 
@@ -208,11 +238,12 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
         )
         R = T.decl_buffer((P[F.TOKENS] * P[F.TOP_K],), "int32", data=row_ids)
         alone: T.let = P[F.AT_X] + T.Cast("int64", R[first]) * P[F.X_LD] * T.int64(size)
+        few: T.let = P[F.AT_X] if gathered else alone
         x: T.let = T.handle_add_byte_offset(
-            scratch, T.if_then_else(n == T.int64(1), alone, own_rows(kernel, P, th)) if paired else P[F.AT_X]
+            scratch, T.if_then_else(loose(kernel, n), few, own_rows(kernel, P, th)) if interleaved else P[F.AT_X]
         )
-        if paired:  # noqa: SIM102  (Python decides about this one, the compiled code about the next)
-            if new != T.int64(0) and n > T.int64(1):
+        if interleaved:  # noqa: SIM102  (Python decides about this one, the compiled code about the next)
+            if new != T.int64(0) and n > T.int64(kernel.loose):
                 interleave(n, T.handle_add_byte_offset(scratch, P[F.AT_X]), P[F.X_LD], rows, P[F.K13], x)
         panels: T.let = T.min(P[F.GROUP13], P[F.PANELS13] - g * P[F.GROUP13])
         for i in range(panels):

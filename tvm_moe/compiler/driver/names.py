@@ -5,24 +5,33 @@ from __future__ import annotations
 from tvm.ir import GlobalVar
 
 from ...plan import Field, Matrix
+from ...tuning import STAGES
 
+FEW, MANY = (
+    "_few",
+    "_many",
+)  # after a stage: of its blocks of few rows, where a row of their own serves them, and of others
 F = Field
 M = Matrix
 FIELDS = len(Field)
 MATRIX_FIELDS = len(Matrix)
 
 
+def by_stage(name: str) -> dict[str, GlobalVar]:
+    return {stage + part: GlobalVar(f"{name}_{stage}{part}") for stage in STAGES for part in ("", FEW, MANY)}
+
+
 class N:
     """The private functions of a module that the driver calls."""
 
-    tile = {"gate_up": GlobalVar("tile_gate_up"), "down": GlobalVar("tile_down")}  # noqa: RUF012
-    tile_more = {"gate_up": GlobalVar("tile_more_gate_up"), "down": GlobalVar("tile_more_down")}  # noqa: RUF012
+    tile = by_stage("tile")
+    tile_more = by_stage("tile_more")
     activate = GlobalVar("activate")
     epilogue_down = GlobalVar("epilogue_down")
     prepare = GlobalVar("prepare")
     combine = GlobalVar("combine")
     combine_tail = GlobalVar("combine_tail")
-    panel = {"gate_up": GlobalVar("panel_gate_up"), "down": GlobalVar("panel_down")}  # noqa: RUF012
+    panel = by_stage("panel")
     fetch_ahead = GlobalVar("fetch_ahead")
     prepare_item = GlobalVar("prepare_item")
     gate_up_item = GlobalVar("gate_up_item")

@@ -7,10 +7,10 @@ from tvm.script import tirx as T
 
 from ...kernels import MicroKernel
 from ...plan import PREPARE_ROWS
-from .gemm import filled, finished_rows, first_row, own_rows
+from .gemm import filled, finished_rows, first_row, loose, own_rows
 from .names import FIELDS, F, N
 
-UNROLL = 4  # K groups of a row at a time
+UNROLL = 4  # K steps of a row at a time
 
 
 def prepare_item(kernel: MicroKernel) -> tirx.PrimFunc:
@@ -72,9 +72,10 @@ def gather_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
 
 def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
-    """A block's rows as its tiles read them, [K groups, rows, group] each, filled up with the tile's last row."""
-    MR, unit = kernel.MR, kernel.group * kernel.activation_size
-    per = unit // kernel.activation_size
+    """A block's rows as its tiles read them, [K steps, rows, step] each, filled up with the tile's last row."""
+    MR = kernel.MR
+    # Of a step; kernels that never interleave may have less than one.
+    words = max(1, kernel.k_step * kernel.activation_size // 8)
 
     @T.prim_func(private=True, s_tir=True)
     def interleave(
@@ -85,10 +86,11 @@ def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
         k_groups: T.int64,
         out: T.handle("int64"),
     ) -> None:
-        ld_units: T.let = ld // T.int64(per)
-        X = T.decl_buffer((T.int64(1) << T.int64(40), ld_units), "int64", data=x)
+        steps: T.let = k_groups // T.int64(kernel.depth)
+        ld_steps: T.let = ld // T.int64(kernel.k_step)
+        X = T.decl_buffer((T.int64(1) << T.int64(40), ld_steps, words), "int64", data=x)
         R = T.decl_buffer((n,), "int32", data=rows)
-        O = T.decl_buffer((T.int64(1) << T.int64(40),), "int64", data=out)
+        O = T.decl_buffer((T.int64(1) << T.int64(40), words), "int64", data=out)
         tiles: T.let = (n + T.int64(MR - 1)) // T.int64(MR)
         for i in range(tiles):
             r0: T.let = first_row(kernel, n, i, tiles)
@@ -96,14 +98,16 @@ def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
             count: T.let = filled(kernel, r1 - r0)
             for r in range(count):
                 row: T.let = T.Cast("int64", R[T.min(r0 + r, r1 - T.int64(1))])
-                to: T.let = r0 * ld_units + r
-                for some in range(k_groups // T.int64(UNROLL)):
+                to: T.let = r0 * ld_steps + r
+                for some in range(steps // T.int64(UNROLL)):
                     for u in T.unroll(UNROLL):
                         q: T.let = some * T.int64(UNROLL) + u
-                        O[to + q * count] = X[row, q]
-                for rest in range(k_groups % T.int64(UNROLL)):
-                    q: T.let = k_groups // T.int64(UNROLL) * T.int64(UNROLL) + rest
-                    O[to + q * count] = X[row, q]
+                        for v in T.vectorized(words):
+                            O[to + q * count, v] = X[row, q, v]
+                for rest in range(steps % T.int64(UNROLL)):
+                    q: T.let = steps // T.int64(UNROLL) * T.int64(UNROLL) + rest
+                    for v in T.vectorized(words):
+                        O[to + q * count, v] = X[row, q, v]
 
     return interleave
 
@@ -111,7 +115,8 @@ def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
 def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
     """A block's complete intermediate, while it is still in cache: quantized (INT8), interleaved (where the kernel is)."""
     size = kernel.activation_size
-    quantized, paired = kernel.dtype == "int8", kernel.row_group > 1
+    quantized, interleaved = kernel.dtype == "int8", kernel.row_group > 1
+    tail = quantized and kernel.depth > 1  # a row of whole steps may be longer than whole panels
     prepare, interleave = N.prepare, N.interleave
 
     @T.prim_func(private=True, s_tir=True)
@@ -127,8 +132,17 @@ def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
         h: T.let = finished_rows(kernel, P, b, first)
         complete: T.let = T.handle_add_byte_offset(scratch, ring)
         finished: T.let = T.handle_add_byte_offset(scratch, h)
-        # A row alone is not interleaved: quantized, it goes where it stays.
-        rounded: T.let = T.handle_add_byte_offset(scratch, T.if_then_else(n == T.int64(1), h, own) if paired else h)
+        # Few rows are not interleaved: quantized, they go where they stay.
+        rounded: T.let = T.handle_add_byte_offset(
+            scratch, T.if_then_else(loose(kernel, n), h, own) if interleaved else h
+        )
+        if tail:  # noqa: SIM102  (Python decides about this one, the compiled code about the next)
+            if P[F.LINEAR] == T.int64(0):
+                C = T.decl_buffer((n, P[F.H_LD]), "float32", data=complete)
+                columns: T.let = P[F.PANELS13] * P[F.HALF]
+                for r in range(n):
+                    for c in range(P[F.H_LD] - columns):
+                        C[r, columns + c] = T.float32(0)
         if quantized:
             prepare(
                 T.int64(1), complete,
@@ -136,10 +150,10 @@ def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
                 T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)),
                 rounded, n, P[F.H_LD], P[F.H_LD], P[F.H_LD],
             )  # fmt: skip
-        if not quantized and not paired:
+        if not quantized and not interleaved:
             T.evaluate(0)
-        if paired:  # noqa: SIM102  (Python decides about this one, the compiled code about the next)
-            if n > T.int64(1 if quantized else 0):
+        if interleaved:  # noqa: SIM102  (Python decides about this one, the compiled code about the next)
+            if n > T.int64(kernel.loose if quantized else 0):
                 interleave(
                     n, rounded if quantized else complete, P[F.H_LD],
                     T.handle_add_byte_offset(scratch, P[F.AT_IOTA]), P[F.H_LD] // T.int64(kernel.group), finished,

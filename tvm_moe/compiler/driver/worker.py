@@ -7,10 +7,12 @@ from tvm.script import tirx as T
 
 from ...kernels import MicroKernel
 from ...plan import PREPARE_ROWS, SYNC_BLOCK_COUNT, SYNC_BLOCKS, SYNC_PREPARED, SYNC_TICKET
+from .. import intrin
 from .names import FIELDS, F, N
 
 
 def worker(kernel: MicroKernel) -> tirx.PrimFunc:
+    thread = intrin.thread_state(kernel.intrinsic)
     prepare_item, gate_up_item, down_item = N.prepare_item, N.gate_up_item, N.down_item
     gather_item = N.gather_item
     ring = F.AT_HF if kernel.dtype == "int8" or kernel.row_group > 1 else F.AT_H
@@ -46,6 +48,7 @@ def worker(kernel: MicroKernel) -> tirx.PrimFunc:
         last = T.alloc_buffer((1,), "int64", scope="local")  # the block whose rows this thread has rearranged
         last[0] = T.int64(-1)
         row_ids: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ROWS])
+        thread.entered()
         ticket[1] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_TICKET]), T.int64(1)) - T.int64(1)
         while ticket[1] < end:
             ticket[0] = ticket[1]
@@ -96,8 +99,9 @@ def worker(kernel: MicroKernel) -> tirx.PrimFunc:
                     T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[group_count + j - lag]), n_blocks))
                     combine_item(j - lag, b - n_blocks, plan, scratch, weights, out, x_code)
                     T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[combined + j - lag]), T.int64(1)))
+        thread.left()
 
-    return worker
+    return intrin.with_llvm(worker, thread.llvm_ir)
 
 
 def entry() -> tirx.PrimFunc:

@@ -3,20 +3,48 @@
 A family module offers ``LANES``, the columns one instruction serves, ``tensor_intrin() -> str``, which registers its
 description and implementation once and returns the name to tensorize with, and ``llvm_ir(mcpu) -> str``: LLVM text the
 kernel imports ("" where none is needed). Where an operand is widened and then takes more than one register, ``HELD`` says how
-many; where the sums of LANES columns do, ``REGISTERS``. `dot` makes the description and implementation.
+many; where the sums of LANES columns do, ``REGISTERS``. Where threads must set registers up first, ``THREAD`` says how. `dot`
+makes the description and implementation.
 """
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import NamedTuple
 
 from tvm import tirx
 from tvm.ir import StringImm
+from tvm.script import tirx as T
 
 
 def family(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
+
+
+class ThreadState(NamedTuple):
+    """Functions of the LLVM text by which a thread sets an instruction's registers up and gives them back ("": none)."""
+
+    enter: str = ""
+    leave: str = ""
+    llvm_ir: str = ""
+
+    def entered(self) -> None:
+        """In TVMScript: the thread that runs this statement sets them up."""
+        call(self.enter)
+
+    def left(self) -> None:
+        call(self.leave)
+
+
+def call(name: str) -> None:
+    if name:
+        T.evaluate(tirx.call_extern("int32", name))
+
+
+def thread_state(name: str | None) -> ThreadState:
+    """What threads do before and after they run tiles of the intrinsic."""
+    return getattr(family(name), "THREAD", ThreadState()) if name else ThreadState()
 
 
 def with_llvm(func: tirx.PrimFunc, text: str) -> tirx.PrimFunc:
