@@ -8,8 +8,9 @@ from __future__ import annotations
 from .outer_product import OuterProduct
 from .pair_product import PairProduct
 from .skeleton import TileSchedule
+from .tile_product import TileProduct
 
-STYLES: dict[str, type[TileSchedule]] = {c.__name__: c for c in (OuterProduct, PairProduct)}
+STYLES: dict[str, type[TileSchedule]] = {c.__name__: c for c in (OuterProduct, PairProduct, TileProduct)}
 
 
 def style(name: str) -> type[TileSchedule]:

@@ -36,6 +36,8 @@ class TileSchedule(ABC):
     ``chosen``: decisions that a tune log has made, by name.
     """
 
+    SCOPE = "local"  # where the sums are
+
     def __init__(self, kernel: MicroKernel, arch: str, rows: int, chosen: Mapping[str, int] | None = None) -> None:
         self.kernel, self.arch, self.rows = kernel, arch, rows
         self.chosen = dict(chosen or {})
@@ -66,7 +68,7 @@ class TileSchedule(ABC):
     def apply(self, s: Schedule) -> None:
         decided = {d.name: self.decide(s, d) for d in self.decisions()}
         acc = s.get_sblock("acc")
-        s.set_scope(acc, 0, "local")
+        s.set_scope(acc, 0, self.SCOPE)
         k_outer, lane = self.tile_loops(s, acc, decided)
         for name, value in decided.items():
             s.annotate(k_outer, DECISION + name, value)

@@ -28,6 +28,7 @@ INSTRUCTION = {
     "avxvnniint8": "vpdpbssd",
     "smmla": "smmla",
     "bfmmla": "bfmmla",
+    "tdpbusd": "tdpbusd",
 }  # of the intrinsics in compiler/intrin
 # Instructions that a register of sums takes in a K group.
 PER_SUM = {"pmaddwd": 1, "pmaddwd512": 1, "fma": 2, "fma512": 2}
@@ -35,7 +36,8 @@ PER_SUM = {"pmaddwd": 1, "pmaddwd512": 1, "fma": 2, "fma512": 2}
 K_LOOP = {"fma": "vpblendw", "fma512": "vpandq"}
 ALL = [pytest.param(k, arch, id=f"{arch}-{k.key}") for k in TABLE for arch in k.arches]
 INTRINSIC = [pytest.param(k, arch, id=f"{arch}-{k.key}") for k in TABLE for arch in k.arches if k.intrinsic]
-X86_INTRINSIC = [p for p in INTRINSIC if p.values[1] == "x86_64"]
+TILES = [p for p in INTRINSIC if p.values[0].style == "TileProduct"]
+X86_INTRINSIC = [p for p in INTRINSIC if p.values[1] == "x86_64" and p not in TILES]
 ARM_INTRINSIC = [p for p in INTRINSIC if p.values[1] == "aarch64"]
 X86_BASELINE = [p for p in ALL if p.values[1] == "x86_64" and p.values[0].mcpu("x86_64") == ""]
 ARM_BASELINE = [p for p in ALL if p.values[1] == "aarch64" and p.values[0].mcpu("aarch64") == ""]
@@ -59,9 +61,10 @@ def tight_loops(lines):
             yield lines[start : stop + 1]
 
 
-def k_loops(kernel, arch):
+def k_loops(kernel, arch, intrinsic=None):
     """The tight loops with the row's matrix instruction."""
-    names = {INSTRUCTION[kernel.intrinsic], K_LOOP.get(kernel.intrinsic, INSTRUCTION[kernel.intrinsic])}
+    intrinsic = intrinsic or kernel.intrinsic
+    names = {INSTRUCTION[intrinsic], K_LOOP.get(intrinsic, INSTRUCTION[intrinsic])}
     return [
         loop
         for loop in tight_loops(assembly(kernel, arch))
@@ -81,10 +84,19 @@ def test_exported_functions_and_no_libm(kernel, arch):
 
 @pytest.mark.parametrize(("kernel", "arch"), X86_INTRINSIC)
 def test_every_row_count_has_a_k_loop_of_its_instruction_alone(kernel, arch):
+    assert_lean_loops(kernel, arch, k_loops(kernel, arch))
+
+
+@pytest.mark.parametrize(("kernel", "arch"), [p for p in TILES if p.values[0].few])
+def test_few_rows_have_k_loops_of_their_own_instruction(kernel, arch):
+    assert_lean_loops(kernel.few, arch, k_loops(kernel, arch, kernel.few.intrinsic))
+
+
+def assert_lean_loops(kernel, arch, loops):
     """An accumulator register for every row and vector, none of them in memory while the loop runs, and no calls."""
     name, seen = INSTRUCTION[kernel.intrinsic], set()
     register = r"%zmm\d+" if kernel.registers == 32 else r"%ymm\d+"
-    for loop in k_loops(kernel, arch):
+    for loop in loops:
         text = "\n".join(loop)
         assert "call" not in text, text
         assert not re.search(rf"{register}, [-\w]*\(", text), f"stores a register:\n{text}"
@@ -95,6 +107,25 @@ def test_every_row_count_has_a_k_loop_of_its_instruction_alone(kernel, arch):
         seen.add(len(operands) / per_sum if per_sum else len(set(operands)))
     tiles = [style(kernel.style)(kernel, arch, rows) for rows in kernel.rows]
     assert seen == {tile.rows * tile.vectors // (1 + tile.halved) for tile in tiles}
+
+
+@pytest.mark.parametrize(("kernel", "arch"), TILES)
+def test_k_loops_of_tiles_load_and_multiply_only(kernel, arch):
+    """Each product takes one load (2x2 tiles) or five for four (1x4); no tile is stored, and the loop itself is four more.
+
+    Two instructions a product are the least that eight tiles allow: r x c of sums and min(r, c) + 1 of operands must fit, and
+    each step loads r + c. Eight steps at a time leave an eighth of one for the loop.
+    """
+    name, seen = INSTRUCTION[kernel.intrinsic], {}
+    for loop in k_loops(kernel, arch):
+        text = "\n".join(loop)
+        products, loads = (sum(bool(re.match(rf"\s+{x}\b", line)) for line in loop) for x in (name, "tileloadd"))
+        assert len(loop) - 1 - products - loads <= 4, text
+        assert not re.search(r"%rsp|tilestored|\bcall", text), text
+        seen.setdefault(loads / products, []).append((len(loop) - 1) / products)
+    assert seen.keys() == {1, 1.25}
+    assert min(seen[1]) <= 2 + 1 / 8
+    assert min(seen[1.25]) <= 2.25 + 1 / 8
 
 
 @pytest.mark.parametrize(("kernel", "arch"), ARM_INTRINSIC)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tvm_moe import UnsupportedISAError, isa, kernels
+from tvm_moe import UnsupportedISAError, explain, isa, kernels
 from tvm_moe.isa import LADDER, X86_BITS, choose, x86_features
 from tvm_moe.kernels import TABLE
 
@@ -100,6 +101,53 @@ def test_this_cpu_as_the_kernel_sees_it():
     flags = set(next(line for line in lines if line.startswith("flags")).split())
     names = {"bmi": "bmi1", "avxvnni": "avx_vnni", "avxvnniint8": "avx_vnni_int8"}
     assert {names.get(f, f) for f in isa.features() & {"avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16"}} <= flags
+
+
+@pytest.fixture
+def amx_cpu(monkeypatch):
+    """A CPU with everything, under a system that answers a request for tiles as the test says."""
+
+    def cpu(answer):
+        monkeypatch.delenv(isa.ENVIRONMENT, raising=False)
+        monkeypatch.setattr(isa, "x86_features", lambda *_: ALL_X86)
+        monkeypatch.setattr(isa, "request_tiles", lambda: answer)
+        clear()
+
+    def clear():
+        for cached in (isa.features, isa.detected):
+            cached.cache_clear()
+
+    if isa.machine() != "x86_64":
+        pytest.skip("x86-64 Linux asks for permission")
+    yield cpu
+    monkeypatch.undo()
+    clear()
+
+
+@pytest.mark.parametrize("dtype", kernels.dtypes_of("amx"))
+def test_a_refused_permission_leaves_the_level_below(dtype, amx_cpu):
+    amx_cpu("")
+    assert choose(dtype).kernel.isa == "amx"
+    reason = "the operating system refused permission to use AMX tiles: errno 22 (Invalid argument)"
+    amx_cpu(reason)
+    assert isa.features() == ALL_X86 - isa.AMX
+    choice = choose(dtype)
+    assert choice.kernel.isa == "avx512_vnni"
+    assert [why for kernel, why in choice.rejected if kernel.isa == "amx"] == [reason]
+    assert f"rejected amx: {reason}" in explain()
+    assert isa.executable(kernels.find("amx", dtype)) == (False, reason)
+    with pytest.raises(
+        UnsupportedISAError, match=r"which this CPU or its operating system lacks \(the operating system ref"
+    ):
+        choose(dtype, "amx")
+
+
+def test_a_cpu_without_tiles_gets_no_permission():
+    if isa.machine() != "x86_64" or "amx_tile" in x86_features(isa.cpuid, isa.cpu_library().moe_xgetbv):
+        pytest.skip("needs an x86-64 CPU without AMX")
+    assert re.fullmatch(
+        r"the operating system refused permission to use AMX tiles: errno \d+ \(.+\)", isa.request_tiles()
+    )
 
 
 FULL = {"x86_64": ALL_X86, "aarch64": frozenset(isa.AARCH64_BITS)}

@@ -48,7 +48,7 @@ def test_rows_that_cannot_be():
         replace(TABLE[0], rows=(1, 2, 4))
     with pytest.raises(MoEError, match="NR must be a multiple of 32"):
         replace(TABLE[0], NR=48)
-    few = kernels.find("avx512_vnni", "int8")
+    few = kernels.find("amx", "int8").few
     with pytest.raises(MoEError, match=r"few rows are served by .*avx512_vnni, which reads other operands or panels"):
         replace(kernels.find("avx512_vnni", "bf16"), few=few)
     with pytest.raises(MoEError, match=r"existing: generic-int8"):

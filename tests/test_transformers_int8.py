@@ -25,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 import tvm_moe
 from tests.helpers import Case, assert_matches_reference
-from tvm_moe import CheckpointError, MoEError, checkpoint, demo, reference
+from tvm_moe import CheckpointError, MoEError, checkpoint, demo, isa, reference
 from tvm_moe.integrations.transformers import int8, load_int8
 from tvm_moe.integrations.transformers.experts import PACKED
 
@@ -347,6 +347,7 @@ def test_what_is_no_int8_checkpoint(tmp_path):
 
 def test_a_level_this_cpu_lacks_is_said_before_reading(tmp_path, monkeypatch):
     path, _ = written(tmp_path)
+    monkeypatch.setattr(isa, "features", frozenset)
     monkeypatch.setattr(int8, "load_dense", None)
     with pytest.raises(tvm_moe.UnsupportedISAError, match="amx"):
         load_int8(path, isa="amx")

@@ -41,6 +41,7 @@ X86_BITS: dict[str, tuple[int, int, int, int, int]] = {
     "amx_int8": (7, 0, 3, 25, _AMX),
     "amx_bf16": (7, 0, 3, 22, _AMX),
 }
+AMX = frozenset(name for name, bits in X86_BITS.items() if bits[4] == _AMX)
 # name -> (auxiliary vector entry, bit)
 AARCH64_BITS = {"dotprod": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
 
@@ -64,9 +65,39 @@ class Choice:
 @cache
 def features() -> frozenset[str]:
     """What this CPU and its operating system can execute, in the table's names."""
+    return detected()[0]
+
+
+@cache
+def detected() -> tuple[frozenset[str], str]:
+    """The features, and why the operating system refuses those of AMX that the CPU has ("": it does not)."""
     if machine() == "aarch64":
-        return _aarch64_features()
-    return x86_features(cpuid, lambda index: cpu_library().moe_xgetbv(index))
+        return _aarch64_features(), ""
+    found = x86_features(cpuid, lambda index: cpu_library().moe_xgetbv(index))
+    refusal = request_tiles() if found & AMX else ""
+    return found - AMX if refusal else found, refusal
+
+
+def request_tiles() -> str:
+    """Ask Linux for tile registers, for every thread of this process: nothing may use them before. Why not, "" if granted."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    if libc.syscall(*map(ctypes.c_long, (arch_prctl, request_permission, tile_data))) == 0:
+        return ""
+    code = ctypes.get_errno()
+    return f"the operating system refused permission to use AMX tiles: errno {code} ({os.strerror(code)})"
+
+
+def refused(missing: frozenset[str]) -> str:
+    """What the operating system said where it is the one to refuse some of these features, else ""."""
+    return detected()[1] if missing & AMX else ""
+
+
+def lack(missing: frozenset[str]) -> str:
+    """Why these features are missing."""
+    refusal = refused(missing)
+    absent = ", ".join(sorted(missing - AMX if refusal else missing))
+    return "; ".join(filter(None, (f"this CPU lacks {absent}" if absent else "", refusal)))
 
 
 Registers = tuple[int, ...]  # eax, ebx, ecx, edx
@@ -140,11 +171,11 @@ def choose(
     ladder, limit = LADDER[arch], cap(arch)
     rejected, best = [], None
     for kernel in reversed(kernels.rows_for(arch, dtype)):
-        missing = sorted(kernel.features - available)
+        missing = kernel.features - available
         if limit and ladder.index(kernel.isa) > ladder.index(limit):
             rejected.append((kernel, f"above the cap {ENVIRONMENT}={limit}"))
         elif missing:
-            rejected.append((kernel, f"this CPU lacks {', '.join(missing)}"))
+            rejected.append((kernel, lack(missing)))
         elif best is None:
             best = kernel
         else:
@@ -161,10 +192,11 @@ def demand(dtype: str, isa: str, arch: str, available: frozenset[str]) -> MicroK
     if not rows:
         levels = [k.isa for k in kernels.rows_for(arch, dtype)]
         raise UnsupportedISAError(f"isa={isa!r} has no {dtype} kernel in this version; expected one of {levels}")
-    if missing := sorted(rows[0].features - available):
+    if missing := rows[0].features - available:
+        refusal = f" ({refused(missing)})" if refused(missing) else ""
         raise UnsupportedISAError(
-            f"isa={isa!r} needs the CPU feature{'s' * (len(missing) > 1)} {', '.join(missing)}, which this CPU or its "
-            f"operating system lacks; leave isa out to take the best level it can execute"
+            f"isa={isa!r} needs the CPU feature{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}, which this CPU or "
+            f"its operating system lacks{refusal}; leave isa out to take the best level it can execute"
         )
     return rows[0]
 
@@ -173,5 +205,5 @@ def executable(kernel: MicroKernel) -> tuple[bool, str]:
     """Whether this CPU runs ``kernel``, and the reason where it does not."""
     if machine() not in kernel.arches:
         return False, f"{kernel.key} is for {', '.join(kernel.arches)}, this machine is {machine()}"
-    missing = sorted(kernel.features - features())
-    return not missing, f"this CPU lacks {', '.join(missing)}" if missing else ""
+    missing = kernel.features - features()
+    return not missing, lack(missing) if missing else ""

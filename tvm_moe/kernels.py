@@ -127,6 +127,13 @@ def _zmm(isa: str, dtype: str, more: set[str], target: str, rows: int, **row: ob
     return MicroKernel(isa, dtype, rows=tuple(range(1, rows + 1)), NR=64, style="OuterProduct", **row)  # type: ignore[arg-type]
 
 
+def _vnni_int8(rows: int) -> MicroKernel:
+    return _zmm(
+        "avx512_vnni", "int8", {"avx512_vnni"}, "cascadelake", rows, activation="uint8", weight="int8",
+        accumulator="int32", group=4, offset=128, intrinsic="vnni",
+    )  # fmt: skip
+
+
 def _ymm(isa: str, dtype: str, more: set[str], rows: int, **row: object) -> MicroKernel:
     """Sixteen ymm registers: rows * 4 accumulators, a weight vector (two where it is widened), and each row's broadcast.
 
@@ -135,6 +142,14 @@ def _ymm(isa: str, dtype: str, more: set[str], rows: int, **row: object) -> Micr
     features = _AVX2 | more
     row |= {"features": features, "target": (("x86_64", _plus(features)),), "registers": 16}
     return MicroKernel(isa, dtype, rows=tuple(range(1, rows + 1)), NR=32, style="OuterProduct", **row)  # type: ignore[arg-type]
+
+
+def _amx(dtype: str, more: set[str], **row: object) -> MicroKernel:
+    """32x64 by 2x2 tiles of sums: twice half of a panel. 16x64 by 1x4; all of a K step is 64 bytes."""
+    features = _AVX512 | {"amx_tile"} | more
+    names = (f.replace("avx512_", "avx512").replace("amx_", "amx-") for f in features)  # as LLVM has them
+    row |= {"features": features, "target": (("x86_64", _plus(names)),)}
+    return MicroKernel("amx", dtype, NR=64, style="TileProduct", row_group=16, depth=16, **row)  # type: ignore[arg-type]
 
 
 def _arm(isa: str, dtype: str, features: set[str], **row: object) -> MicroKernel:
@@ -177,13 +192,15 @@ TABLE: tuple[MicroKernel, ...] = (
         "avx512", "bf16", set(), _plus(_AVX512), 5, activation="uint16", weight="uint16", accumulator="float32", group=2,
         offset=0, intrinsic="fma512",
     ),
-    _zmm(
-        "avx512_vnni", "int8", {"avx512_vnni"}, "cascadelake", 6, activation="uint8", weight="int8",
-        accumulator="int32", group=4, offset=128, intrinsic="vnni",
-    ),
+    _vnni_int8(6),
     _zmm(
         "avx512_vnni", "bf16", {"avx512_vnni", "avx512_bf16"}, "cooperlake", 6, activation="uint16", weight="uint16",
         accumulator="float32", group=2, offset=0, intrinsic="avx512bf16",
+    ),
+    # A K step of a panel takes 64 cycles for up to 16 rows, and 32 a row by vpdpbusd.
+    _amx(
+        "int8", {"avx512_vnni", "amx_int8"}, activation="uint8", weight="int8", accumulator="int32", group=4, offset=128,
+        rows=(1, 2, 16, 32), intrinsic="tdpbusd", few=_vnni_int8(2),
     ),
     # 2x32 is 16 of 32 registers; with 24 accumulators LLVM moves and spills them.
     _arm(

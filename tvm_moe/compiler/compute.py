@@ -58,7 +58,8 @@ def gemm_tile(
     ``static_groups``: all sizes fixed, with so many K groups, as MetaSchedule's tasks want it.
     """
     if kernel.row_group > 1:
-        return paired_tile(kernel, rows_in_tile, static_groups, first)
+        lying = paired_tile if adds_last(kernel) else matrix_tile
+        return lying(kernel, rows_in_tile, static_groups, first)
     NR, group = kernel.NR, kernel.group
     k_groups, stride = i64("k_groups"), i64("stride")
     tokens, ld = i64("tokens"), i64("ld")
@@ -117,6 +118,35 @@ def paired_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | Non
         return sum_of_chunk if first else sum_of_chunk + start[r * stride + n]
 
     return te.create_prim_func([x, w, rows, start, te.compute((rows_in_tile, NR), total, name="out")])
+
+
+def matrix_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None, first: bool) -> tirx.PrimFunc:
+    """The same of interleaved rows, x [k_steps, rows, step], a step of K at a time; whole row groups have sums.
+
+    The sums start from zero on top of the running ones, which lie in the same registers: one chain. A row alone stands for
+    its group.
+    """
+    NR, group, depth, step = kernel.NR, kernel.group, kernel.depth, kernel.k_step
+    steps = i64("k_steps") if static_groups is None else tirx.const(static_groups // depth, "int64")
+    held = -(-rows_in_tile // kernel.row_group) * kernel.row_group
+    x = te.placeholder((steps, rows_in_tile, step), kernel.activation, name="x")
+    w = te.placeholder((steps * depth, NR, group), kernel.weight, name="w")
+    rows = te.placeholder((rows_in_tile,), "int32", name="rows")
+    start = te.placeholder((rows_in_tile, NR), kernel.accumulator, name="start")
+    k = te.reduce_axis((0, steps * step), "k")
+
+    def own(r: tirx.Var) -> tirx.PrimExpr:
+        return r if rows_in_tile > 1 else 0
+
+    def product(r: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
+        a = operand(kernel, x[k // step, own(r), k % step])
+        return te.sum(a * operand(kernel, w[k // group, n, k % group]), axis=k)
+
+    running = te.compute((held, NR), lambda r, n: start[own(r), n], name="running")
+    acc = te.compute((held, NR), product, name="acc")
+    out = te.compute((rows_in_tile, NR), lambda r, n: running[r, n] + acc[r, n], name="out")
+    func = te.create_prim_func([x, w, rows, start, out])
+    return strided(func, "start") if static_groups is None else func
 
 
 def continue_sum(func: tirx.PrimFunc, start: Any, stride: tirx.Var) -> tirx.PrimFunc:

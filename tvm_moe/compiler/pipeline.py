@@ -13,6 +13,7 @@ from tvm.ir import PointerType, PrimType
 from tvm.s_tir.pipeline import default_s_tir_pipeline
 from tvm.tirx import compilation_pipeline
 
+from .intrin.tile_registers import displace_moves
 from .streams import STEPS, stream_loads
 
 PIPELINE = "tvm_moe"
@@ -105,6 +106,7 @@ def passes() -> list[Any]:
         tirx.transform.UnrollLoop(),
         tirx.transform.StmtSimplify(),
         stream_loads,
+        displace_moves,
         tirx.transform.RemoveNoOp(),
         s_tir.transform.RewriteUnsafeSelect(),
         tirx.transform.VerifyMemory(),
