@@ -29,6 +29,7 @@ INSTRUCTION = {
     "smmla": "smmla",
     "bfmmla": "bfmmla",
     "tdpbusd": "tdpbusd",
+    "tdpbf16ps": "tdpbf16ps",
 }  # of the intrinsics in compiler/intrin
 # Instructions that a register of sums takes in a K group.
 PER_SUM = {"pmaddwd": 1, "pmaddwd512": 1, "fma": 2, "fma512": 2}

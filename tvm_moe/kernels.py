@@ -202,6 +202,10 @@ TABLE: tuple[MicroKernel, ...] = (
         "int8", {"avx512_vnni", "amx_int8"}, activation="uint8", weight="int8", accumulator="int32", group=4, offset=128,
         rows=(1, 2, 16, 32), intrinsic="tdpbusd", few=_vnni_int8(2),
     ),
+    _amx(
+        "bf16", {"amx_bf16"}, activation="uint16", weight="uint16", accumulator="float32", group=2, offset=0,
+        rows=(1, 16, 32), intrinsic="tdpbf16ps",
+    ),
     # 2x32 is 16 of 32 registers; with 24 accumulators LLVM moves and spills them.
     _arm(
         "dotprod", "int8", {"dotprod"}, activation="int8", weight="int8", accumulator="int32", rows=(1, 2), NR=32,
