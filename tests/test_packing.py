@@ -31,7 +31,7 @@ def pack_by_hand(w, kernel, parts, interleaved=False):
     """``w [E, parts * n, K]`` element by element as the table's docstring says: [E, panels, K / group, NR, group]."""
     (E, N, K), NR, group = w.shape, kernel.NR, kernel.group
     n, half = N // parts, NR // parts
-    out = np.zeros((E, -(-n // half), -(-K // group), NR, group), w.dtype)
+    out = np.zeros((E, -(-n // half), kernel.k_groups(K), NR, group), w.dtype)
     for i in range(n):
         for part in range(parts):
             row = i * parts + part if interleaved else part * n + i
