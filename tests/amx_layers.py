@@ -14,7 +14,7 @@ import tvm_moe
 from tests.helpers import ACTIVATION_OPTIONS, assert_matches_reference, make_case
 from tests.test_kernels import accumulate, bf16, exact, int8_start, signed
 from tests.vnni_layers import accumulators
-from tvm_moe import PackedExperts, isa, kernels
+from tvm_moe import PackedExperts, isa, kernels, runtime
 
 KINDS = "configured", "released", "zeroed", "loaded", "stored", "int8", "bf16"
 
@@ -70,6 +70,7 @@ def layers(kernel):
         T, sizes = tokens[i], ({"H": 70, "I": 21}, {"H": 64, "I": 33}, {"H": 130, "I": 96})[i % 3]
         case = make_case(T=T, E=2 + i % 3, bias=i % 2 == 0, **sizes, **options, dtype=kernel.dtype)
         packed = case.pack(kernel)
+        runtime._scratch.take(8 << 20)[0].fill(0xFF)  # NaN: nothing may count that was not written before
         got = case.run(packed)
         assert_matches_reference(got, case)
         for t in range(0, T, 9):
@@ -91,6 +92,22 @@ def files(kernel, folder):
     assert torch.equal(case.run(PackedExperts.load(path)), case.run(packed))
 
 
+def probe_and_tasks(kernel, folder):
+    """What measures the peak, and what tunes each tile: two panels."""
+    from tvm_moe.bench.probes import Probe
+    from tvm_moe.compiler import build, stage
+
+    assert Probe(kernel).peak(2, repetitions=1) > 0
+    for rows in stage.buckets(kernel):
+        task = stage.Task("amx", kernel.dtype, "down", 100, rows)
+        made = Path(folder, f"{kernel.key}-{rows}.so")
+        build.export(kernel, "x86_64", made, lambda _, arch, task=task: stage.build_ir(task, arch, ()))
+        library = runtime.Library(made, ("stage",))
+        library.join_team()
+        arrays = [np.zeros(size, np.uint8) for size in task.bytes_of(2).values()]
+        library.functions["stage"](*(ctypes.c_void_p(a.ctypes.data) for a in arrays), 2, 1)
+
+
 def main(path: str, folder: str) -> dict[str, dict[str, int]]:
     emulator, made = Emulator(path), {}
     rows = {dtype: kernels.find("amx", dtype) for dtype in kernels.dtypes_of("amx")}
@@ -109,6 +126,8 @@ def main(path: str, folder: str) -> dict[str, dict[str, int]]:
         layers(kernel)
         files(kernel, folder)
         made[f"{dtype}, layers"] = emulator.executed()
+        probe_and_tasks(kernel, folder)
+        made[f"{dtype}, probe and tasks"] = emulator.executed()
     return made
 
 

@@ -228,6 +228,25 @@ def test_the_committed_databases_hold_what_the_manifests_say():
             assert kept == ([r.decisions] if r.decisions else [])
 
 
+@pytest.mark.parametrize("row", kernels.TABLE, ids=lambda row: row.key)
+def test_every_tile_has_a_design_space_whose_records_can_be_read_again(row):
+    """The schedule's defaults are in it, and a trace gives the decisions that it was made with."""
+    from tvm.s_tir import Schedule
+
+    from tvm_moe.compiler import stage, trial, tune
+
+    arch = row.arches[0]
+    for rows in {row.rows[0], row.MR}:
+        task = stage.Task(row.isa, row.dtype, "down", 96, rows)
+        mod, found = tune.workload(task), []
+        for s in tune.spaces(task, arch)(Schedule(mod)):
+            again = Schedule(mod)
+            s.trace.apply_to_schedule(again, remove_postproc=False)
+            found.append(trial.decisions_of(s.mod))
+            assert trial.decisions_of(again.mod) == found[-1] != ()
+        assert () in [tune.without_defaults(task, decisions, arch) for decisions in found]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -81,6 +81,9 @@ def test_amx_layers(dtype, amx_executed):
     assert counts[dtype] > 1000
     assert counts["configured"] == counts["released"] > 50
     assert counts.keys() == {"configured", "released", "loaded", "stored", dtype}
+    measured = amx_executed[f"{dtype}, probe and tasks"]
+    assert measured["configured"] == measured["released"]
+    assert measured[dtype] > 1000
 
 
 @pytest.mark.parametrize("cpu", CPUS)

@@ -106,8 +106,8 @@ def explain(experts: Any = None) -> str:
         lines.append(f"{dtype:<10} {kernel_line(chosen)}")
         lines += [f"           rejected {level}: {reason}" for level, reason in chosen["rejected"].items()]
         seen = (chosen["isa"], *chosen["rejected"])
-        planned = [level for level in kernels.LADDER[c["architecture"]] if level not in seen]
-        lines += [f"           not in this version: {', '.join(planned)}"] if planned else []
+        without = [level for level in kernels.LADDER[c["architecture"]] if level not in seen]
+        lines += [f"           levels without a {dtype} kernel: {', '.join(without)}"] if without else []
     t = c["threads"]
     lines.append(
         f"threads    {t['next_call']} on {t['team']} (torch {t['torch']}, affinity {t['affinity']}, "
