@@ -21,8 +21,9 @@ class TileProduct(TileSchedule):
 
     def decisions(self) -> tuple[Decision, ...]:
         # By reasoning, not measured on a CPU that has the instruction. A step's four products, 16 cycles each, hide the 52
-        # that the first one takes to finish. The step's 64 lines take 32 of the 64 cycles at two loads a cycle; prefetches
-        # would take more, of a panel that the hardware's prefetcher sees line after line. Eight steps at a time leave one
+        # that the first one takes to finish. The step's 64 lines take 32 of the 64 cycles at two loads a cycle. Prefetches of
+        # what comes next are left to tuning: whether they beat the hardware's prefetcher, which sees the panel line after
+        # line while the first tile of a block passes and nothing then, takes a measurement. Eight steps at a time leave one
         # instruction of loop to 16 of tiles; more would leave longer rests (of 12 steps, K 768 in INT8).
         return (Decision("prefetch", (0, 4, 8, 16), 0), Decision("unroll", (1, 2, 4, 8), 8))
 

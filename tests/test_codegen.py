@@ -168,12 +168,13 @@ def test_no_instruction_of_a_feature_the_row_does_not_name(kernel, arch):
     text = "\n".join(assembly(kernel, arch))
     vnni = "avxvnni" if "avxvnni" in kernel.features else "avx512_vnni"
     wanted = {"vpdpbusd": vnni, "vdpbf16ps": "avx512_bf16", "vcvtne2?ps2bf16": "avx512_bf16"}
-    wanted |= {"vpdpbssd": "avxvnniint8", "tdp": "amx_tile", r"%[xyz]mm(1[6-9]|2\d|3\d)": "avx512vl"}
+    wanted |= {"tile|ldtilecfg": "amx_tile", "tdpb[su]": "amx_int8", "tdpbf16ps": "amx_bf16"}
+    wanted |= {"vpdpbssd": "avxvnniint8", r"%[xyz]mm(1[6-9]|2\d|3\d)": "avx512vl"}
     wanted |= {"%zmm": "avx512f", r"%k\d": "avx512f", "%ymm": "avx2", r"vfn?m(add|sub)\d": "fma", "vcvtph2ps": "f16c"}
     wanted |= {r"[us]dot": "dotprod", "[us]+mmla": "i8mm", "bf(dot|mmla|mlal|cvt)": "bf16"}
     for instruction, feature in wanted.items():
         if feature not in kernel.features:
-            assert not re.search(rf"(^\s+|\s){instruction}", text, re.MULTILINE), f"{instruction} without {feature}"
+            assert not re.search(rf"(^\s+|\s)({instruction})", text, re.MULTILINE), f"{instruction} without {feature}"
 
 
 def assemble(text, arch):

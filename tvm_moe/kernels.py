@@ -3,8 +3,9 @@
 Plain data, no imports beyond the standard library. A micro-kernel multiplies up to `rows[-1]` gathered activation rows
 with one packed weight panel of `NR` output columns. The packed layout of a matrix ``[E, N, K]`` is
 ``[E, panels, K / group, NR, group]``: a K group of a column is contiguous (what one lane of the instruction eats) and the
-panel streams through memory in the order the kernel reads it. It is a function of the row alone, so that tuning never
-changes it. In a gate/up matrix a panel holds NR/2 gate columns, then the NR/2 up columns that belong to them.
+panel streams through memory in the order the kernel reads it, filled up with zeros where K ends within a step of it. The
+layout is a function of the row alone, so that tuning never changes it. In a gate/up matrix a panel holds NR/2 gate columns,
+then the NR/2 up columns that belong to them.
 """
 
 from __future__ import annotations

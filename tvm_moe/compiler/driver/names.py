@@ -10,7 +10,7 @@ from ...tuning import STAGES
 FEW, MANY = (
     "_few",
     "_many",
-)  # after a stage: of its blocks of few rows, where a row of their own serves them, and of others
+)  # after a stage: its blocks of few rows, where another row of the table serves them; the rest
 F = Field
 M = Matrix
 FIELDS = len(Field)
@@ -18,6 +18,7 @@ MATRIX_FIELDS = len(Matrix)
 
 
 def by_stage(name: str) -> dict[str, GlobalVar]:
+    """A function of each stage, and of its parts."""
     return {stage + part: GlobalVar(f"{name}_{stage}{part}") for stage in STAGES for part in ("", FEW, MANY)}
 
 
