@@ -7,10 +7,8 @@ from tvm.ir import GlobalVar
 from ...plan import Field, Matrix
 from ...tuning import STAGES
 
-FEW, MANY = (
-    "_few",
-    "_many",
-)  # after a stage: its blocks of few rows, where another row of the table serves them; the rest
+# After a stage: its blocks of few rows, where another row of the table serves them, and its others.
+FEW, MANY = "_few", "_many"
 F = Field
 M = Matrix
 FIELDS = len(Field)
