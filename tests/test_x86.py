@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tvm_moe import isa, kernels, modules
+from tests import vnni_layers
+from tvm_moe import PackedExperts, UnsupportedISAError, isa, kernels, modules
 
 QEMU = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
 ROOT = Path(__file__).parent.parent
@@ -31,22 +33,31 @@ def emulator(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("level", "which"), [("avxvnni", 0), ("avxvnniint8", 1)])
-def test_layers_on_a_level_that_this_cpu_lacks(level, which, emulator):
-    """Exact accumulators and whole layers; only the intended instruction was executed, and often."""
+def test_layers_on_a_level_that_this_cpu_lacks(level, which, emulator, tmp_path):
+    """Exact accumulators and whole layers; only the intended instruction was executed, and often.
+
+    What was packed and saved there is packed again where it is loaded, and refused where its level is demanded.
+    """
     kernel = kernels.find(level, "int8")
     if missing := (kernel.features - {level}) - isa.features():
         pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
     if isa.executable(kernel)[0]:
         pytest.skip(f"this CPU executes {level} itself: test_layer runs it")
     modules.find(kernel)
+    path = tmp_path / "layer.safetensors"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.vnni_layers", level, str(emulator)],
+        [sys.executable, "-W", "ignore", "-m", "tests.vnni_layers", level, str(emulator), str(path)],
         cwd=ROOT, env=os.environ | {"TVM_MOE_ISA": "", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts[which] > 1000
     assert counts[1 - which] == 0
+    case, loaded = vnni_layers.stored_case(), PackedExperts.load(path)
+    assert loaded.isa == isa.choose("int8").kernel.isa
+    assert torch.equal(case.run(loaded), case.run(case.pack()))
+    with pytest.raises(UnsupportedISAError, match=f"isa='{level}' needs the CPU feature {level}"):
+        PackedExperts.load(path, level)
 
 
 @pytest.mark.parametrize("cpu", CPUS)
