@@ -30,8 +30,13 @@ def layers(kernel):
         assert_matches_reference(case.run(case.pack(kernel)), case)
 
 
+def stored_case():
+    """What `save` packs; the same in every process."""
+    return make_case(T=9, H=66, I=35, bias=True, weights="int8")
+
+
 if __name__ == "__main__":
-    level, emulator = sys.argv[1], ctypes.CDLL(sys.argv[2])
+    level, emulator, path = sys.argv[1], ctypes.CDLL(sys.argv[2]), sys.argv[3]
     emulator.vnni_count.restype = ctypes.c_uint64
     assert emulator.vnni_install() == 0
     kernel = kernels.find(level, "int8")
@@ -40,4 +45,5 @@ if __name__ == "__main__":
     tvm_moe.set_num_threads(2)
     accumulators(kernel)
     layers(kernel)
+    stored_case().pack(kernel).save(path)
     json.dump([emulator.vnni_count(0), emulator.vnni_count(1)], sys.stdout)

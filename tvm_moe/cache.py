@@ -12,6 +12,7 @@ import re
 import shutil
 import stat
 import time
+from functools import cache
 from pathlib import Path
 
 from .errors import ModuleError
@@ -42,9 +43,15 @@ def root() -> Path:
     return Path(base) / "tvm_moe"
 
 
+@cache
+def own_hash() -> str:
+    """`source_hash` when it was first asked for: later edits are not what this process has imported."""
+    return source_hash()
+
+
 def cache_folder() -> Path:
     """Where the modules of these sources are, or will be built."""
-    return root() / source_hash()
+    return root() / own_hash()
 
 
 def mark_used(folder: Path) -> None:

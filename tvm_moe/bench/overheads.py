@@ -39,7 +39,7 @@ def process(dtype: str, count: int, isa: str | None) -> dict[str, float]:
 
 
 def child(dtype: str, count: int, isa: str | None) -> dict[str, float]:
-    """Load a module that exists already, the first call, then calls without tokens and with one, on a tiny layer."""
+    """Detect features, choose and load a module that exists already, call it first, without tokens and with one; tiny."""
     import torch
 
     import tvm_moe
@@ -51,6 +51,7 @@ def child(dtype: str, count: int, isa: str | None) -> dict[str, float]:
 
     torch.set_num_threads(count)
     tvm_moe.set_num_threads(count)
+    detected = seconds(levels.features)
     loaded = seconds(lambda: runtime.load(levels.choose(dtype, isa).kernel))
     shape = LayerShape("tiny", 64, 32, 2, 1)
     experts = tvm_moe.pack_experts(**Source(shape, dtype).stacked(), isa=isa)
@@ -58,6 +59,7 @@ def child(dtype: str, count: int, isa: str | None) -> dict[str, float]:
     first = seconds(lambda: tvm_moe.fused_moe(x, experts, weights, ids))
     empty = x[:0], experts, weights[:0], ids[:0]
     return {
+        "detect_ms": detected * 1e3,
         "load_ms": loaded * 1e3,
         "first_call_ms": first * 1e3,
         "empty_call_us": steady(lambda: tvm_moe.fused_moe(*empty)) * 1e6,

@@ -58,12 +58,15 @@ def packing_table(rows: list[Data]) -> Table:
 
 
 def overheads_table(overheads: dict[str, Data]) -> Table:
-    caption = "import: of tvm_moe after torch. load: of a prebuilt module. calls: of a layer with H 64, I 32, E 2, k 1."
+    caption = (
+        "import: of tvm_moe after torch. detect: what the CPU executes. load: choose a level and load its prebuilt module.\n"
+        "calls: of a layer with H 64, I 32, E 2, k 1."
+    )
     table = Table(title="fixed costs", caption=caption, caption_justify="left")
-    for name in ("dtype", "import ms", "load ms", "first call ms", "T = 0 call us", "T = 1 call us"):
+    for name in ("dtype", "import ms", "detect ms", "load ms", "first call ms", "T = 0 call us", "T = 1 call us"):
         table.add_column(name, justify="right", no_wrap=True)
     for dtype, row in overheads.items():
-        names = ("import_ms", "load_ms", "first_call_ms", "empty_call_us", "one_token_us")
+        names = ("import_ms", "detect_ms", "load_ms", "first_call_ms", "empty_call_us", "one_token_us")
         table.add_row(dtype, *(f"{row[name]:.3g}" for name in names))
     return table
 
