@@ -66,12 +66,10 @@ class Field(IntEnum):
     BLOCKS_MAX = auto()
     AT_X = auto()
     AT_X_SCALE = auto()
-    AT_FACTOR = auto()
     AT_COUNT = auto()
     AT_ROWS = auto()
     AT_POSITION = auto()
     AT_IOTA = auto()
-    AT_ONES = auto()
     AT_BLOCKS = auto()
     AT_SYNC = auto()
     AT_ACC = auto()
@@ -242,12 +240,10 @@ def make(
     areas = {
         F.AT_X: tokens * v[F.X_LD] * kernel.activation_size,
         F.AT_X_SCALE: tokens * 4,
-        F.AT_FACTOR: tokens * 4,
         F.AT_COUNT: (sizes.experts + 1) * 4,
         F.AT_ROWS: slots * 4,
         F.AT_POSITION: slots * 4,
         F.AT_IOTA: v[F.ROW_BLOCK] * 4,
-        F.AT_ONES: max(v[F.ROW_BLOCK], tokens) * 4,
         F.AT_BLOCKS: 3 * blocks * 4,
         F.AT_SYNC: (SYNC_BLOCKS + 2 * blocks + 2 * v[F.ITEMS2]) * 8,
         F.AT_ACC: threads * v[F.ROW_BLOCK] * NR * 4,

@@ -17,6 +17,7 @@ from tvm.s_tir import SBlock
 
 from ..activations import Activation
 from ..kernels import MicroKernel
+from . import intrin
 from .mathfn import activate, at_least, f32, let, round_bits
 
 LANES = 16  # vector width of epilogue code; LLVM splits it where registers are narrower
@@ -43,6 +44,12 @@ def f32_to_bf16(value: tirx.PrimExpr) -> tirx.PrimExpr:
         return (kept >> sixteen).astype("uint16")
 
     return let(tirx.reinterpret("uint32", value), rounded)
+
+
+def to_bf16(kernel: MicroKernel) -> Callable[[tirx.PrimExpr], tirx.PrimExpr]:
+    """How f32 is rounded: as the kernel's CPUs do it, if the intrinsic's file says so."""
+    known = intrin.family(kernel.intrinsic) if kernel.intrinsic else None
+    return getattr(known, "round_to_bf16", f32_to_bf16)
 
 
 def operand(kernel: MicroKernel, value: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -144,7 +151,7 @@ def epilogue_gate_up(kernel: MicroKernel, activation: Activation) -> tirx.PrimFu
         g = value(r, i)
         u = value(r, i + columns) if activation.gated else g
         result = activate(activation.name, g, u, alpha, limit)
-        return f32_to_bf16(result) if kernel.dtype == "bf16" else result
+        return to_bf16(kernel)(result) if kernel.dtype == "bf16" else result
 
     out = te.compute((inputs[0].shape[0], columns), act, name="out")
     return strided(te.create_prim_func([*inputs, alpha, limit, out]), "out")
@@ -174,34 +181,39 @@ def dequantized(kernel: MicroKernel) -> tuple[list[te.Tensor], Callable[..., tir
     return [acc, x_scale, rows, w_scale, bias], value
 
 
-def prepare_rows(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
-    """Rows of ``source`` type ("float32", or "uint16" holding bf16), times a factor per row, as the kernel's operand.
+def prepare_rows(kernel: MicroKernel, source: str, weighted: bool) -> tirx.PrimFunc:
+    """Rows of ``source`` type ("float32", or "uint16" holding bf16) as the kernel's operand; ``weighted``: times a factor each.
 
     INT8: per token, scale = max(absmax, 1e-7) / 127, q = x / scale rounded half to even (|q| <= 127 by construction, so
     nothing saturates), stored with the kernel's offset; a row with NaN or Inf gets scale NaN. The maximum is taken over
-    the bit patterns of |x|, which order like the values and put Inf and NaN on top. BF16: one rounding.
+    the bit patterns of |x|, which order like the values and put Inf and NaN on top. BF16: one rounding, or none.
     """
     rows, columns = i64("rows"), i64("columns")
     x = te.placeholder((rows, columns), source, name="x")
     factor = te.placeholder((rows,), "float32", name="factor")
 
     def value(r: tirx.Var, c: tirx.Var) -> tirx.PrimExpr:
-        return (bf16_to_f32(x[r, c]) if source == "uint16" else x[r, c]) * factor[r]
+        found = bf16_to_f32(x[r, c]) if source == "uint16" else x[r, c]
+        return found * factor[r] if weighted else found
 
+    as_it_is = source == "uint16" and not weighted
     if kernel.dtype == "bf16":
-        out = te.compute((rows, columns), lambda r, c: f32_to_bf16(value(r, c)), name="out")
+        out = te.compute((rows, columns), lambda r, c: x[r, c] if as_it_is else to_bf16(kernel)(value(r, c)), name="out")
         unused = te.placeholder((rows,), "float32", name="scale")
         return strided(te.create_prim_func([x, factor, unused, out]), "x", "out")
     k = te.reduce_axis((0, columns), "k")
-    magnitude = tirx.const(0x7FFFFFFF, "int32")
-    peak = te.compute(
-        (rows,), lambda r: te.max(tirx.reinterpret("int32", value(r, k)) & magnitude, axis=k), name="peak"
-    )
+    bits = 16 if as_it_is else 32
+
+    def magnitude(r: tirx.Var) -> tirx.PrimExpr:
+        of = tirx.reinterpret(f"int{bits}", x[r, k] if as_it_is else value(r, k))
+        return te.max(of & tirx.const((1 << (bits - 1)) - 1, f"int{bits}"), axis=k)
+
+    peak = te.compute((rows,), magnitude, name="peak")
 
     def row_scale(r: tirx.Var) -> tirx.PrimExpr:
-        absmax = tirx.reinterpret("float32", peak[r])
-        finite = peak[r] < tirx.const(0x7F800000, "int32")
-        return tirx.Select(finite, at_least(absmax, f32(1e-7)) / f32(127.0), f32(float("nan")))
+        absmax = peak[r].astype("int32") << tirx.const(32 - bits, "int32")
+        least = at_least(tirx.reinterpret("float32", absmax), f32(1e-7))
+        return tirx.Select(absmax < tirx.const(0x7F800000, "int32"), least / f32(127.0), f32(float("nan")))
 
     scale = te.compute((rows,), row_scale, name="scale")
     out = te.compute(
@@ -222,16 +234,16 @@ def gather(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
         found = x[ids[r].astype("int64"), c]
         if kernel.dtype == "int8":
             return bf16_to_f32(found) if source == "uint16" else found
-        return found if source == "uint16" else f32_to_bf16(found)
+        return found if source == "uint16" else to_bf16(kernel)(found)
 
     out = te.compute((rows, columns), value, name="out")
     return strided(te.create_prim_func([x, ids, out]), "x", "out")
 
 
-def combine(kernel: MicroKernel, target: str, columns: int | tirx.Var) -> tirx.PrimFunc:
+def combine(kernel: MicroKernel, target: str, weighted: bool, columns: int | tirx.Var) -> tirx.PrimFunc:
     """(y [rows, NR], position [T * k], weight [T, k], out [T, columns]): f32 sum over the slots of a token in slot order.
 
-    A slot with position -1 was skipped: the select drops whatever lies in row 0.
+    A slot with position -1 was skipped. ``weighted``: each slot times its weight.
     """
     tokens, top_k = i64("tokens"), i64("top_k")
     y = te.placeholder((i64("rows"), kernel.NR), "float32", name="y")
@@ -241,13 +253,11 @@ def combine(kernel: MicroKernel, target: str, columns: int | tirx.Var) -> tirx.P
 
     def term(t: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
         row = position[t * top_k + j]
-        # 0 of a negative row, for its address is read all the same: of max(row, 0) under this select TVM leaves row.
-        readable = row & ~(row >> tirx.const(31, "int32"))
-        value = weight[t, j] * y[readable.astype("int64"), n]
-        return te.sum(tirx.Select(row >= 0, value, f32(0.0)), axis=j)
+        value = y[row.astype("int64"), n]
+        return te.sum(tirx.if_then_else(row >= 0, weight[t, j] * value if weighted else value, f32(0.0)), axis=j)
 
     total = te.compute((tokens, kernel.NR), term, name="total")
-    store = f32_to_bf16 if target == "uint16" else (lambda value: value)
+    store = to_bf16(kernel) if target == "uint16" else (lambda value: value)
     out = te.compute((tokens, columns), lambda t, n: store(total[t, n]), name="out")
     return strided(te.create_prim_func([y, position, weight, out]), "out")
 

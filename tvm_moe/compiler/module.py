@@ -24,6 +24,8 @@ from .intrin.prefetch import prefetch
 from .pipeline import subroutine
 
 SOURCES = {0: "uint16", 1: "float32"}  # x_code -> storage type of hidden_states and the output
+# The same, and whether rows are multiplied by weights: x_code + 2 where they are.
+KINDS = {code + 2 * weighted: (source, weighted) for code, source in SOURCES.items() for weighted in (False, True)}
 
 
 def scheduled(func: tirx.PrimFunc, schedule: Callable[[Schedule], None] | None) -> tirx.PrimFunc:
@@ -126,18 +128,18 @@ def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tv
             N.prepare,
             {
                 code: scheduled(
-                    compute.prepare_rows(kernel, source), elementwise.quantize if kernel.dtype == "int8" else None
+                    compute.prepare_rows(kernel, *kind), elementwise.quantize if kernel.dtype == "int8" else None
                 )
-                for code, source in SOURCES.items()
+                for code, kind in KINDS.items()
             },
         ),
         **family(
             N.combine,
-            {c: scheduled(compute.combine(kernel, s, kernel.NR), elementwise.combine) for c, s in SOURCES.items()},
+            {c: scheduled(compute.combine(kernel, *kind, kernel.NR), elementwise.combine) for c, kind in KINDS.items()},
         ),
         **family(
             N.combine_tail,
-            {c: scheduled(compute.combine(kernel, s, tail), elementwise.combine_tail) for c, s in SOURCES.items()},
+            {c: scheduled(compute.combine(kernel, *kind, tail), elementwise.combine_tail) for c, kind in KINDS.items()},
         ),
         N.fetch_ahead: gemm.fetch_ahead(kernel),
         N.prepare_item: rows.prepare_item(kernel),

@@ -20,16 +20,16 @@ def prepare_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
     @T.prim_func(private=True, s_tir=True)
     def prepare_item(
-        i: T.int64, x: T.handle, x_code: T.int64, plan: T.handle("int64"), scratch: T.handle,
+        i: T.int64, x: T.handle, x_code: T.int64, weights: T.handle, plan: T.handle("int64"), scratch: T.handle,
         prepared: T.handle(kernel.activation),
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         t0: T.let = i * T.int64(PREPARE_ROWS)
         n: T.let = T.min(T.int64(PREPARE_ROWS), P[F.TOKENS] - t0)
         prepare(
-            x_code,
+            x_code + T.int64(2) * P[F.ON_INPUT],
             T.handle_add_byte_offset(x, t0 * P[F.X_STRIDE] * sources * (x_code + T.int64(1))),
-            T.handle_add_byte_offset(scratch, P[F.AT_FACTOR] + t0 * T.int64(4)),
+            T.handle_add_byte_offset(weights, t0 * T.int64(4)),
             T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE] + t0 * T.int64(4)),
             T.handle_add_byte_offset(scratch, P[F.AT_X] + t0 * P[F.X_LD] * T.int64(size)),
             n, P[F.HIDDEN], P[F.X_STRIDE], P[F.X_LD],
@@ -131,8 +131,7 @@ def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
         rounded: T.let = T.handle_add_byte_offset(scratch, T.if_then_else(n == T.int64(1), h, own) if paired else h)
         if quantized:
             prepare(
-                T.int64(1), complete,
-                T.handle_add_byte_offset(scratch, P[F.AT_ONES]),
+                T.int64(1), complete, complete,
                 T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)),
                 rounded, n, P[F.H_LD], P[F.H_LD], P[F.H_LD],
             )  # fmt: skip
@@ -171,12 +170,12 @@ def combine_item(kernel: MicroKernel) -> tirx.PrimFunc:
                 scratch, P[F.AT_Y] + (g % P[F.RING_Y] * P[F.GROUP2] + p) * slots * T.int64(NR * 4)
             )
             target: T.let = T.handle_add_byte_offset(out, (t0 * P[F.OUT_STRIDE] + column) * size)
+            kind: T.let = x_code + T.int64(2) * (T.int64(1) - P[F.ON_INPUT])
             if P[F.HIDDEN] - column >= T.int64(NR):
-                combine(x_code, y, position, factors, target, slots, n, P[F.TOP_K], P[F.OUT_STRIDE])
+                combine(kind, y, position, factors, target, slots, n, P[F.TOP_K], P[F.OUT_STRIDE])
             else:
                 combine_tail(
-                    x_code, y, position, factors, target, slots, n, P[F.TOP_K], P[F.HIDDEN] - column,
-                    P[F.OUT_STRIDE],
-                )  # fmt: skip
+                    kind, y, position, factors, target, slots, n, P[F.TOP_K], P[F.HIDDEN] - column, P[F.OUT_STRIDE]
+                )
 
     return combine_item

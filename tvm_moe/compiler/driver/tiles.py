@@ -12,27 +12,23 @@ from .names import FIELDS, F
 def tiles(ids_dtype: str) -> tirx.PrimFunc:
     """Sort the slots by expert into blocks of rows, in linear time; ids outside [0, E) get position -1.
 
-    Also resets what the workers share: counters, the input factors (router weight or 1) and constant vectors.
+    Also resets what the workers share: counters and a constant vector.
     """
 
     @T.prim_func(private=True, s_tir=True)
     def tiles(
-        ids: T.handle(ids_dtype), plan: T.handle("int64"), weights: T.handle("float32"), on_input: T.int64,
-        count: T.handle("int32"), rows: T.handle("int32"), position: T.handle("int32"), blocks: T.handle("int32"),
-        sync: T.handle("int64"), iota: T.handle("int32"), factor: T.handle("float32"), ones: T.handle("float32"),
+        ids: T.handle(ids_dtype), plan: T.handle("int64"), count: T.handle("int32"), rows: T.handle("int32"),
+        position: T.handle("int32"), blocks: T.handle("int32"), sync: T.handle("int64"), iota: T.handle("int32"),
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         slots: T.let = P[F.TOKENS] * P[F.TOP_K]
         I = T.decl_buffer((slots,), ids_dtype, data=ids)
-        W = T.decl_buffer((slots,), "float32", data=weights)
         C = T.decl_buffer((P[F.EXPERTS] + 1,), "int32", data=count)
         R = T.decl_buffer((slots,), "int32", data=rows)
         S = T.decl_buffer((slots,), "int32", data=position)
         B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
         Y = T.decl_buffer((SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX] + 2 * P[F.ITEMS2],), "int64", data=sync)
         A = T.decl_buffer((P[F.ROW_BLOCK],), "int32", data=iota)
-        X = T.decl_buffer((P[F.TOKENS],), "float32", data=factor)
-        O = T.decl_buffer((T.max(P[F.ROW_BLOCK], P[F.TOKENS]),), "float32", data=ones)
         made = T.alloc_buffer((1,), "int64", scope="local")
         first = T.alloc_buffer((1,), "int64", scope="local")
         for e in range(P[F.EXPERTS] + 1):
@@ -70,11 +66,8 @@ def tiles(ids_dtype: str) -> tirx.PrimFunc:
                     C[e] = C[e] + 1
                 else:
                     S[s] = -1
-            X[t] = T.if_then_else(on_input != T.int64(0), W[t * P[F.TOP_K]], T.float32(1))
         for i in range(P[F.ROW_BLOCK]):
             A[i] = T.Cast("int32", i)
-        for i in range(T.max(P[F.ROW_BLOCK], P[F.TOKENS])):
-            O[i] = T.float32(1)
         for i in range(SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX] + 2 * P[F.ITEMS2]):
             Y[i] = T.int64(0)
         Y[SYNC_BLOCK_COUNT] = made[0]

@@ -51,7 +51,7 @@ def worker(kernel: MicroKernel) -> tirx.PrimFunc:
             ticket[0] = ticket[1]
             ticket[1] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_TICKET]), T.int64(1)) - T.int64(1)
             if ticket[0] < prepares:
-                prepare_item(ticket[0], x, x_code, plan, scratch, T.handle_add_byte_offset(scratch, P[F.AT_X]))
+                prepare_item(ticket[0], x, x_code, weights, plan, scratch, T.handle_add_byte_offset(scratch, P[F.AT_X]))
                 T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_PREPARED]), T.int64(1)))
             elif ticket[0] < down_from:
                 b: T.let = (ticket[0] - prepares) // P[F.ITEMS13]
@@ -118,21 +118,16 @@ def entry() -> tirx.PrimFunc:
         scratch: T.let = T.handle_add_byte_offset(plan, scratch_at - P[F.SELF])
         blocks: T.let = T.handle_add_byte_offset(scratch, P[F.AT_BLOCKS])
         sync: T.let = T.handle_add_byte_offset(scratch, P[F.AT_SYNC])
-        ones: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ONES])
         count: T.let = T.handle_add_byte_offset(scratch, P[F.AT_COUNT])
         rows: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ROWS])
         position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION])
         iota: T.let = T.handle_add_byte_offset(scratch, P[F.AT_IOTA])
-        factor: T.let = T.handle_add_byte_offset(scratch, P[F.AT_FACTOR])
         if P[F.IDS_WIDE] != T.int64(0):
-            tiles_int64(ids, plan, weights, P[F.ON_INPUT], count, rows, position, blocks, sync, iota, factor, ones)
+            tiles_int64(ids, plan, count, rows, position, blocks, sync, iota)
         else:
-            tiles_int32(ids, plan, weights, P[F.ON_INPUT], count, rows, position, blocks, sync, iota, factor, ones)
+            tiles_int32(ids, plan, count, rows, position, blocks, sync, iota)
         T.evaluate(T.call_extern("int32", "moe_set_threads", T.Cast("int32", P[F.THREADS])))
         for th in T.parallel(P[F.THREADS]):
-            if P[F.ON_INPUT] != T.int64(0):
-                worker(th, x, out, ones, scratch, plan, sync, blocks)
-            else:
-                worker(th, x, out, weights, scratch, plan, sync, blocks)
+            worker(th, x, out, weights, scratch, plan, sync, blocks)
 
     return moe

@@ -10,6 +10,7 @@ from functools import cache
 from tvm import tirx
 
 from . import stream
+from .bfcvt import round_to_bf16
 from .dot import pairs
 
 LANES = 2
