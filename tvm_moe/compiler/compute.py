@@ -138,33 +138,34 @@ def continue_sum(func: tirx.PrimFunc, start: Any, stride: tirx.Var) -> tirx.Prim
     return func.with_body(tvm_ffi.structural_map(func.body, (SBlock, seed)))
 
 
-def epilogue_gate_up(kernel: MicroKernel, activation: Activation) -> tirx.PrimFunc:
+def epilogue_gate_up(kernel: MicroKernel, activation: Activation, limited: bool, biased: bool) -> tirx.PrimFunc:
     """(acc [R, NR], alpha, limit, x_scale, rows, w_scale [NR], bias [NR], out [R, H]) with H = NR / 2 (NR without gate).
 
     ``out = act(gate, up)`` of the dequantized, biased sums: f32 for INT8 (it is quantized per row later), bf16 for BF16.
+    Without a limit or a bias, theirs are not read.
     """
     columns = kernel.NR // 2 if activation.gated else kernel.NR
     alpha, limit = te.var("alpha", "float32"), te.var("limit", "float32")
-    inputs, value = dequantized(kernel)
+    inputs, value = dequantized(kernel, biased)
 
     def act(r: tirx.Var, i: tirx.Var) -> tirx.PrimExpr:
         g = value(r, i)
         u = value(r, i + columns) if activation.gated else g
-        result = activate(activation.name, g, u, alpha, limit)
+        result = activate(activation.name, g, u, alpha, limit if limited else None)
         return to_bf16(kernel)(result) if kernel.dtype == "bf16" else result
 
     out = te.compute((inputs[0].shape[0], columns), act, name="out")
     return strided(te.create_prim_func([*inputs, alpha, limit, out]), "out")
 
 
-def epilogue_down(kernel: MicroKernel) -> tirx.PrimFunc:
+def epilogue_down(kernel: MicroKernel, biased: bool) -> tirx.PrimFunc:
     """The dequantized, biased sums of the down projection in f32: (acc, x_scale, rows, w_scale, bias, out [R, NR])."""
-    inputs, value = dequantized(kernel)
+    inputs, value = dequantized(kernel, biased)
     out = te.compute((inputs[0].shape[0], kernel.NR), lambda r, n: value(r, n), name="out")
     return te.create_prim_func([*inputs, out])
 
 
-def dequantized(kernel: MicroKernel) -> tuple[list[te.Tensor], Callable[..., tirx.PrimExpr]]:
+def dequantized(kernel: MicroKernel, biased: bool) -> tuple[list[te.Tensor], Callable[..., tirx.PrimExpr]]:
     """f32(acc) * (x_scale * w_scale) + bias as placeholders and a function of (r, n); BF16 ignores the scales."""
     acc = te.placeholder((i64("rows"), kernel.NR), kernel.accumulator, name="acc")
     bias = te.placeholder((kernel.NR,), "float32", name="bias")
@@ -173,10 +174,10 @@ def dequantized(kernel: MicroKernel) -> tuple[list[te.Tensor], Callable[..., tir
     w_scale = te.placeholder((kernel.NR,), "float32", name="w_scale")
 
     def value(r: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
-        if kernel.dtype == "bf16":
-            return acc[r, n] + bias[n]
-        scale = x_scale[rows[r].astype("int64")] * w_scale[n]
-        return acc[r, n].astype("float32") * scale + bias[n]
+        unbiased = acc(r, n)
+        if kernel.dtype == "int8":
+            unbiased = unbiased.astype("float32") * (x_scale[rows[r].astype("int64")] * w_scale[n])
+        return unbiased + bias[n] if biased else unbiased
 
     return [acc, x_scale, rows, w_scale, bias], value
 

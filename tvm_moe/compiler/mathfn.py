@@ -32,13 +32,13 @@ def let(value: tirx.PrimExpr, body: Callable[[tirx.Var], tirx.PrimExpr]) -> tirx
     return tirx.Let(var, bits, body(tirx.reinterpret("float32", var) if kind == "float32" else var))
 
 
-def at_most(x: tirx.PrimExpr, bound: tirx.PrimExpr) -> tirx.PrimExpr:
-    """min(x, bound) that keeps a NaN x (the comparison is false for NaN)."""
-    return let(x, lambda v: tirx.Select(v > bound, bound, v))
+def at_most(x: tirx.PrimExpr, bound: tirx.PrimExpr | None) -> tirx.PrimExpr:
+    """min(x, bound) that keeps a NaN x (the comparison is false for NaN); x where there is no bound."""
+    return x if bound is None else let(x, lambda v: tirx.Select(v > bound, bound, v))
 
 
-def at_least(x: tirx.PrimExpr, bound: tirx.PrimExpr) -> tirx.PrimExpr:
-    return let(x, lambda v: tirx.Select(v < bound, bound, v))
+def at_least(x: tirx.PrimExpr, bound: tirx.PrimExpr | None) -> tirx.PrimExpr:
+    return x if bound is None else let(x, lambda v: tirx.Select(v < bound, bound, v))
 
 
 def round_bits(x: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -84,8 +84,8 @@ def exp_minus(x: tirx.PrimExpr) -> tirx.PrimExpr:
 
 def exp_polynomial(r: tirx.Var) -> tirx.PrimExpr:
     """e^-r for |r| <= ln(2) / 2 within 1.05e-7, the least that two more terms with free coefficients each can give."""
-    c3, c2, c1, c0 = map(f32, (-8.312501386e-3, 4.189033200e-2, -1.6667115389e-1, 4.99992303064e-1))
-    return let(r * r, lambda r2: f32(1.0) - (r - ((c3 * r + c2) * r2 + (c1 * r + c0)) * r2))
+    c3, c2, c1, c0 = map(f32, (8.312501386e-3, -4.189033200e-2, 1.6667115389e-1, -4.99992303064e-1))
+    return let(r * r, lambda r2: f32(1.0) - (((c3 * r + c2) * r2 + (c1 * r + c0)) * r2 + r))
 
 
 def silu(g: tirx.PrimExpr, alpha: tirx.PrimExpr | None = None) -> tirx.PrimExpr:
@@ -130,12 +130,12 @@ def relu2(g: tirx.PrimExpr) -> tirx.PrimExpr:
 
 
 def activate(
-    name: str, g: tirx.PrimExpr, u: tirx.PrimExpr, alpha: tirx.PrimExpr, limit: tirx.PrimExpr
+    name: str, g: tirx.PrimExpr, u: tirx.PrimExpr, alpha: tirx.PrimExpr, limit: tirx.PrimExpr | None
 ) -> tirx.PrimExpr:
-    """The activation ``name`` (`activations.ACTIVATIONS`) of a gate and an up value; relu2 has only g."""
+    """The activation ``name`` (`activations.ACTIVATIONS`) of a gate and an up value; relu2 has only g. None: no limit."""
 
     def clamped(u: tirx.PrimExpr) -> tirx.PrimExpr:
-        return at_least(at_most(u, limit), f32(0.0) - limit)
+        return at_least(at_most(u, limit), None if limit is None else f32(0.0) - limit)
 
     forms: dict[str, Callable[[tirx.Var], tirx.PrimExpr]] = {
         "silu": lambda g: silu(at_most(g, limit)) * clamped(u),

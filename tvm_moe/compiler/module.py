@@ -14,7 +14,7 @@ from tvm.s_tir import Schedule
 from tvm_moe.schedules import elementwise, style
 from tvm_moe.schedules.skeleton import DECISION
 
-from ..activations import ACTIVATIONS
+from ..activations import FORMS
 from ..kernels import MicroKernel
 from ..tuning import STAGES, Choice, Decisions
 from . import compute, intrin
@@ -121,9 +121,12 @@ def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tv
         **panel_functions,
         **family(
             N.activate,
-            {a.code: scheduled(compute.epilogue_gate_up(kernel, a), activation) for a in ACTIVATIONS.values()},
+            {code: scheduled(compute.epilogue_gate_up(kernel, *form), activation) for code, form in FORMS.items()},
         ),
-        N.epilogue_down: scheduled(compute.epilogue_down(kernel), elementwise.epilogue),
+        **family(
+            N.epilogue_down,
+            {biased: scheduled(compute.epilogue_down(kernel, biased), elementwise.epilogue) for biased in (False, True)},
+        ),
         **family(
             N.prepare,
             {
