@@ -89,7 +89,7 @@ def gemm_tile(
 
 def column_block(rows: int) -> int:
     """Columns whose sums a tile of pairs of rows keeps at once: 16 of 32 registers, 24 of them for three pairs."""
-    return {1: 32, 2: 32, 4: 16, 6: 16, 8: 8}[rows]
+    return {1: 32, 2: 32, 4: 16, 6: 16, 8: 8, 10: 8, 12: 8}[rows]
 
 
 def paired_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None, first: bool) -> tirx.PrimFunc:

@@ -40,7 +40,7 @@ class Stream:
         step, least = len(self.positions) * self.vector // self.steps, min(self.positions)
         for position in sorted(self.positions):
             begin, size = self.chunks[-1] if self.chunks else (0, MOST * REGISTER)
-            crosses = MOST * REGISTER % step and (position - least) % step == 0
+            crosses = step < MOST * REGISTER and MOST * REGISTER % step and (position - least) % step == 0
             if size < MOST * REGISTER and position == begin + size and not crosses:
                 self.chunks[-1] = begin, size + self.vector
             else:
@@ -59,13 +59,15 @@ class Stream:
                 tirx.call_extern("void", "moe_stream_from", self.pointer(), address(self.first.source, start))
             ),
         ]
+        steps: dict[int, tirx.PrimExpr] = {}
         for (position, size), end in zip(self.chunks, ends, strict=True):
-            by: tirx.PrimExpr = tirx.IntImm("int64", end - position)
-            if end - position != size:  # LLVM takes another step from a register only
-                by, constant = tirx.Var("step", "int64"), by
-                made.append(tirx.Bind(by, tirx.call_extern("int64", "moe_stream_step", constant)))
+            by = end - position
+            if by != size and by not in steps:  # LLVM takes another step from a register only
+                steps[by] = tirx.Var("step", "int64")
+                made.append(tirx.Bind(steps[by], tirx.call_extern("int64", "moe_stream_step", tirx.IntImm("int64", by))))
+            step_of = tirx.IntImm("int64", by) if by == size else steps[by]
             name = f"moe_stream_{size // REGISTER}"
-            self.calls.append(tirx.call_extern(f"int8x{MOST * REGISTER}", name, self.pointer(), by))
+            self.calls.append(tirx.call_extern(f"int8x{MOST * REGISTER}", name, self.pointer(), step_of))
         return made
 
     def pointer(self) -> tirx.PrimExpr:
