@@ -139,34 +139,13 @@ def continue_sum(func: tirx.PrimFunc, start: Any, stride: tirx.Var) -> tirx.Prim
 
 
 def epilogue_gate_up(kernel: MicroKernel, activation: Activation, limited: bool, biased: bool) -> tirx.PrimFunc:
-    """(acc [R, NR], alpha, limit, x_scale, rows, w_scale [NR], bias [NR], out [R, H]) with H = NR / 2 (NR without gate).
+    """(acc [R, NR], x_scale, rows, w_scale [NR], bias [NR], alpha, limit, out [R, H]) with H = NR / 2 (NR without gate).
 
-    ``out = act(gate, up)`` of the dequantized, biased sums: f32 for INT8 (it is quantized per row later), bf16 for BF16.
-    Without a limit or a bias, theirs are not read.
+    ``out = act(gate, up)`` of f32(acc) * (x_scale * w_scale) + bias: f32 for INT8 (it is quantized per row later), bf16 for
+    BF16, which ignores the scales. Without a limit or a bias, theirs are not read.
     """
     columns = kernel.NR // 2 if activation.gated else kernel.NR
     alpha, limit = te.var("alpha", "float32"), te.var("limit", "float32")
-    inputs, value = dequantized(kernel, biased)
-
-    def act(r: tirx.Var, i: tirx.Var) -> tirx.PrimExpr:
-        g = value(r, i)
-        u = value(r, i + columns) if activation.gated else g
-        result = activate(activation.name, g, u, alpha, limit if limited else None)
-        return to_bf16(kernel)(result) if kernel.dtype == "bf16" else result
-
-    out = te.compute((inputs[0].shape[0], columns), act, name="out")
-    return strided(te.create_prim_func([*inputs, alpha, limit, out]), "out")
-
-
-def epilogue_down(kernel: MicroKernel, biased: bool) -> tirx.PrimFunc:
-    """The dequantized, biased sums of the down projection in f32: (acc, x_scale, rows, w_scale, bias, out [R, NR])."""
-    inputs, value = dequantized(kernel, biased)
-    out = te.compute((inputs[0].shape[0], kernel.NR), lambda r, n: value(r, n), name="out")
-    return te.create_prim_func([*inputs, out])
-
-
-def dequantized(kernel: MicroKernel, biased: bool) -> tuple[list[te.Tensor], Callable[..., tirx.PrimExpr]]:
-    """f32(acc) * (x_scale * w_scale) + bias as placeholders and a function of (r, n); BF16 ignores the scales."""
     acc = te.placeholder((i64("rows"), kernel.NR), kernel.accumulator, name="acc")
     bias = te.placeholder((kernel.NR,), "float32", name="bias")
     x_scale = te.placeholder((i64("tokens"),), "float32", name="x_scale")
@@ -174,12 +153,19 @@ def dequantized(kernel: MicroKernel, biased: bool) -> tuple[list[te.Tensor], Cal
     w_scale = te.placeholder((kernel.NR,), "float32", name="w_scale")
 
     def value(r: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
-        unbiased = acc(r, n)
+        total = acc(r, n)
         if kernel.dtype == "int8":
-            unbiased = unbiased.astype("float32") * (x_scale[rows[r].astype("int64")] * w_scale[n])
-        return unbiased + bias[n] if biased else unbiased
+            total = total.astype("float32") * (x_scale[rows[r].astype("int64")] * w_scale[n])
+        return total + bias[n] if biased else total
 
-    return [acc, x_scale, rows, w_scale, bias], value
+    def act(r: tirx.Var, i: tirx.Var) -> tirx.PrimExpr:
+        g = value(r, i)
+        u = value(r, i + columns) if activation.gated else g
+        result = activate(activation.name, g, u, alpha, limit if limited else None)
+        return to_bf16(kernel)(result) if kernel.dtype == "bf16" else result
+
+    out = te.compute((acc.shape[0], columns), act, name="out")
+    return strided(te.create_prim_func([acc, x_scale, rows, w_scale, bias, alpha, limit, out]), "out")
 
 
 def prepare_rows(kernel: MicroKernel, source: str, weighted: bool) -> tirx.PrimFunc:
@@ -241,26 +227,60 @@ def gather(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
     return strided(te.create_prim_func([x, ids, out]), "x", "out")
 
 
-def combine(kernel: MicroKernel, target: str, weighted: bool, columns: int | tirx.Var) -> tirx.PrimFunc:
-    """(y [rows, NR], position [T * k], weight [T, k], out [T, columns]): f32 sum over the slots of a token in slot order.
+def combine(kernel: MicroKernel, target: str, weighted: bool, biased: bool, columns: int | tirx.Var) -> tirx.PrimFunc:
+    """(y [rows, NR], position, expert [T * k], weight [T, k], x_scale [rows], w_scale, bias [E, NR], out [T, columns]).
 
-    A slot with position -1 was skipped. ``weighted``: each slot times its weight.
+    f32 sum over the slots of a token in slot order, each (f32(y) * (w_scale * x_scale) + bias) * weight; BF16 ignores the
+    scales. A slot with position -1 was skipped. ``weighted``: the weight is not 1. ``biased``: there is a bias.
     """
-    tokens, top_k = i64("tokens"), i64("top_k")
-    y = te.placeholder((i64("rows"), kernel.NR), "float32", name="y")
-    position = te.placeholder((tokens * top_k,), "int32", name="position")
+    tokens, top_k, experts, rows = i64("tokens"), i64("top_k"), i64("experts"), i64("rows")
+    y = te.placeholder((rows, kernel.NR), kernel.accumulator, name="y")
+    position, expert = (te.placeholder((tokens * top_k,), "int32", name=name) for name in ("position", "expert"))
     weight = te.placeholder((tokens, top_k), "float32", name="weight")
+    x_scale = te.placeholder((rows,), "float32", name="x_scale")
+    w_scale, bias = (te.placeholder((experts, kernel.NR), "float32", name=name) for name in ("w_scale", "bias"))
     j = te.reduce_axis((0, top_k), "j")
 
+    def times(value: tirx.PrimExpr, t: tirx.Var) -> tirx.PrimExpr:
+        return value * weight[t, j] if weighted else value
+
     def term(t: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
-        row = position[t * top_k + j]
-        value = y[row.astype("int64"), n]
-        return te.sum(tirx.if_then_else(row >= 0, weight[t, j] * value if weighted else value, f32(0.0)), axis=j)
+        slot = position[t * top_k + j]
+        row, e = slot.astype("int64"), expert[t * top_k + j].astype("int64")
+        value, scale = y(row, n), x_scale(row)
+        early = kernel.dtype == "int8" and not biased  # the weight multiplies the scale of a row instead of its columns
+        if kernel.dtype == "int8":
+            value = value.astype("float32") * (w_scale[e, n] * (times(scale, t) if early else scale))
+        if biased:
+            value = value + bias(e, n)
+        value = value if early else times(value, t)
+        return te.sum(tirx.if_then_else(slot >= 0, value, f32(0.0)), axis=j)
 
     total = te.compute((tokens, kernel.NR), term, name="total")
     store = to_bf16(kernel) if target == "uint16" else (lambda value: value)
     out = te.compute((tokens, columns), lambda t, n: store(total[t, n]), name="out")
-    return strided(te.create_prim_func([y, position, weight, out]), "out")
+    func = te.create_prim_func([y, position, expert, weight, x_scale, w_scale, bias, out])
+    return strided(skipping(func), "w_scale", "bias", "out")
+
+
+def skipping(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A sum of ``if_then_else(condition, value, 0)`` without the additions of 0.
+
+    As long as these are there, LLVM fuses some of the multiplications with the additions and others not.
+    """
+
+    def skip(block: Any) -> Any:
+        if block.init is None:
+            return block
+        store = block.body
+        condition, value, _ = store.value.b.args
+        update = tirx.IfThenElse(condition, tirx.BufferStore(store.buffer, store.value.a + value, store.indices), None)
+        return SBlock(
+            block.iter_vars, block.reads, block.writes, block.name_hint, update, block.init,
+            block.alloc_buffers, block.match_buffers, block.annotations,
+        )  # fmt: skip
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (SBlock, skip)))
 
 
 def strided(func: tirx.PrimFunc, *names: str) -> tirx.PrimFunc:

@@ -18,7 +18,6 @@ class N:
     tile = {"gate_up": GlobalVar("tile_gate_up"), "down": GlobalVar("tile_down")}  # noqa: RUF012
     tile_more = {"gate_up": GlobalVar("tile_more_gate_up"), "down": GlobalVar("tile_more_down")}  # noqa: RUF012
     activate = GlobalVar("activate")
-    epilogue_down = GlobalVar("epilogue_down")
     prepare = GlobalVar("prepare")
     combine = GlobalVar("combine")
     combine_tail = GlobalVar("combine_tail")

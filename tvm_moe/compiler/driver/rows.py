@@ -124,7 +124,7 @@ def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
         n: T.let = T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b])
         ring: T.let = P[F.AT_HF] + b % P[F.RING_H] * P[F.ROW_BLOCK] * P[F.H_LD] * T.int64(4 if quantized else size)
         own: T.let = own_rows(kernel, P, th)
-        h: T.let = finished_rows(kernel, P, b, first)
+        h: T.let = finished_rows(kernel, P, first)
         complete: T.let = T.handle_add_byte_offset(scratch, ring)
         finished: T.let = T.handle_add_byte_offset(scratch, h)
         # A row alone is not interleaved: quantized, it goes where it stays.
@@ -158,24 +158,34 @@ def combine_item(kernel: MicroKernel) -> tirx.PrimFunc:
         x_code: T.int64,
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
-        slots: T.let = P[F.TOKENS] * P[F.TOP_K]
         t0: T.let = part * P[F.TOKENS] // P[F.COMBINE_PARTS]
         n: T.let = (part + T.int64(1)) * P[F.TOKENS] // P[F.COMBINE_PARTS] - t0
-        position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION] + t0 * P[F.TOP_K] * T.int64(4))
-        factors: T.let = T.handle_add_byte_offset(weights, t0 * P[F.TOP_K] * T.int64(4))
+        slots: T.let = t0 * P[F.TOP_K] * T.int64(4)
+        position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION] + slots)
+        expert: T.let = T.handle_add_byte_offset(scratch, P[F.AT_EXPERT] + slots)
+        factors: T.let = T.handle_add_byte_offset(weights, slots)
+        x_scale: T.let = T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE])
+        kind: T.let = x_code + T.int64(2) * (T.int64(1) - P[F.ON_INPUT]) + P[F.BIAS2_STRIDE] // T.int64(NR) * T.int64(4)
         size: T.let = T.int64(2) * (x_code + T.int64(1))
         for p in range(T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])):
-            column: T.let = (g * P[F.GROUP2] + p) * T.int64(NR)
+            at: T.let = g * P[F.GROUP2] + p
+            column: T.let = at * T.int64(NR)
+            w_scale: T.let = T.handle_add_byte_offset(plan, P[F.FROM_SCALE2] + column * T.int64(4))
+            bias: T.let = T.handle_add_byte_offset(plan, P[F.FROM_BIAS2] + at * P[F.BIAS2_STRIDE] * T.int64(4))
             y: T.let = T.handle_add_byte_offset(
-                scratch, P[F.AT_Y] + (g % P[F.RING_Y] * P[F.GROUP2] + p) * slots * T.int64(NR * 4)
+                scratch, P[F.AT_Y] + (g % P[F.RING_Y] * P[F.GROUP2] + p) * P[F.ROWS] * T.int64(NR * 4)
             )
             target: T.let = T.handle_add_byte_offset(out, (t0 * P[F.OUT_STRIDE] + column) * size)
-            kind: T.let = x_code + T.int64(2) * (T.int64(1) - P[F.ON_INPUT])
             if P[F.HIDDEN] - column >= T.int64(NR):
-                combine(kind, y, position, factors, target, slots, n, P[F.TOP_K], P[F.OUT_STRIDE])
+                combine(
+                    kind, y, position, expert, factors, x_scale, w_scale, bias, target, P[F.ROWS], n, P[F.TOP_K],
+                    P[F.EXPERTS], P[F.PANELS2] * T.int64(NR), P[F.PANELS2] * P[F.BIAS2_STRIDE], P[F.OUT_STRIDE],
+                )  # fmt: skip
             else:
                 combine_tail(
-                    kind, y, position, factors, target, slots, n, P[F.TOP_K], P[F.HIDDEN] - column, P[F.OUT_STRIDE]
-                )
+                    kind, y, position, expert, factors, x_scale, w_scale, bias, target, P[F.ROWS], n, P[F.TOP_K],
+                    P[F.EXPERTS], P[F.PANELS2] * T.int64(NR), P[F.PANELS2] * P[F.BIAS2_STRIDE],
+                    P[F.HIDDEN] - column, P[F.OUT_STRIDE],
+                )  # fmt: skip
 
     return combine_item

@@ -90,7 +90,7 @@ def worker(kernel: MicroKernel) -> tirx.PrimFunc:
                                 T.call_extern("int32", "moe_wait", T.address_of(Y[combined + j - P[F.RING_Y]]), parts)
                             )
                         next_first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + T.min(next_b, n_blocks - T.int64(1))])
-                        down_item(th, j, b, next_at[0], next_first, plan, scratch, blocks)
+                        down_item(j, b, next_at[0], next_first, plan, scratch, blocks)
                         T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[group_count + j]), T.int64(1)))
                 elif j >= lag:
                     T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[group_count + j - lag]), n_blocks))
@@ -120,12 +120,13 @@ def entry() -> tirx.PrimFunc:
         sync: T.let = T.handle_add_byte_offset(scratch, P[F.AT_SYNC])
         count: T.let = T.handle_add_byte_offset(scratch, P[F.AT_COUNT])
         rows: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ROWS])
+        expert: T.let = T.handle_add_byte_offset(scratch, P[F.AT_EXPERT])
         position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION])
         iota: T.let = T.handle_add_byte_offset(scratch, P[F.AT_IOTA])
         if P[F.IDS_WIDE] != T.int64(0):
-            tiles_int64(ids, plan, count, rows, position, blocks, sync, iota)
+            tiles_int64(ids, plan, count, rows, expert, position, blocks, sync, iota)
         else:
-            tiles_int32(ids, plan, count, rows, position, blocks, sync, iota)
+            tiles_int32(ids, plan, count, rows, expert, position, blocks, sync, iota)
         T.evaluate(T.call_extern("int32", "moe_set_threads", T.Cast("int32", P[F.THREADS])))
         for th in T.parallel(P[F.THREADS]):
             worker(th, x, out, weights, scratch, plan, sync, blocks)
