@@ -17,7 +17,7 @@ FIRST_LINES = 16  # of the next panel; the hardware's prefetcher has found the s
 def first_row(kernel: MicroKernel, n: tirx.PrimExpr, i: tirx.PrimExpr, tiles: tirx.PrimExpr) -> tirx.PrimExpr:
     """Where tile ``i`` of a block of ``n`` rows begins: equal tiles of whole row groups, the end for ``i == tiles``."""
     g = kernel.row_group
-    return n * i // tiles if g == 1 else tirx.min(n, (n + (g - 1)) // g * i // tiles * g)
+    return tirx.truncdiv(n * i, tiles) if g == 1 else tirx.min(n, tirx.truncdiv((n + (g - 1)) // g * i, tiles) * g)
 
 
 def filled(kernel: MicroKernel, rows: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -38,7 +38,7 @@ def finished_rows(kernel: MicroKernel, P: tirx.Buffer, first: tirx.PrimExpr) -> 
 
 def slice_step(kernel: MicroKernel, tiles: tirx.PrimExpr, follows: tirx.PrimExpr) -> tirx.PrimExpr:
     """Bytes of a K group that a tile prefetches: an equal share of what comes next, so that memory works all the time."""
-    share = T.int64(kernel.NR * kernel.group * kernel.weight_size) // tiles
+    share = T.truncdiv(T.int64(kernel.NR * kernel.group * kernel.weight_size), tiles)
     if kernel.lone_ahead:
         return T.if_then_else(tirx.all(tiles > T.int64(1), follows == T.int64(0)), T.int64(0), share)
     return T.if_then_else(tirx.any(tiles == T.int64(1), follows == T.int64(0)), T.int64(0), share)
@@ -99,7 +99,7 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
                 next_x: T.let = T.handle_add_byte_offset(x, next_row)
                 # Whole rows while the first chunk passes; the others find them.
                 wanted: T.let = tirx.all(c == T.int64(0), next_row != T.int64(0))
-                rows_step: T.let = T.if_then_else(wanted, T.int64(MR) * row_bytes // groups, T.int64(0))
+                rows_step: T.let = T.if_then_else(wanted, T.truncdiv(T.int64(MR) * row_bytes, groups), T.int64(0))
                 # What the tile is told of its rows: where they are gathered from, or nothing where they lie interleaved.
                 if paired:
                     if c == T.int64(0):
