@@ -108,7 +108,9 @@ def test_every_row_count_has_a_lean_k_loop_on_arm(kernel, arch):
         assert len(products) % len(set(products)) == 0
         seen.setdefault(len(set(products)), []).append((len(loop) - 1) / len(products))
     assert seen.keys() == {tile_accumulators(kernel, rows) for rows in kernel.rows}
-    if kernel.row_group > 1:  # tiles of 8, 4, 2 and 1 rows have 16 accumulators each, of 10 rows 20, of 6 and 12 rows 24
+    if (
+        kernel.row_group > 1
+    ):  # tiles of 8, 4, 2 and 1 rows have 16 accumulators each, of 10 rows 20, of 6 and 12 rows 24
         eight, four, two, one = sorted({round(ratio, 2) for ratio in seen[16]})
         assert eight <= 1.14
         assert four <= 1.18

@@ -8,7 +8,6 @@ one chain over ascending K, whatever the number of rows or chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tvm_ffi
@@ -46,10 +45,10 @@ def f32_to_bf16(value: tirx.PrimExpr) -> tirx.PrimExpr:
     return let(tirx.reinterpret("uint32", value), rounded)
 
 
-def to_bf16(kernel: MicroKernel) -> Callable[[tirx.PrimExpr], tirx.PrimExpr]:
-    """How f32 is rounded: as the kernel's CPUs do it, if the intrinsic's file says so."""
-    known = intrin.family(kernel.intrinsic) if kernel.intrinsic else None
-    return getattr(known, "round_to_bf16", f32_to_bf16)
+def to_bf16(kernel: MicroKernel, value: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The same by an instruction of the kernel's CPUs, if the intrinsic's file knows one."""
+    family = intrin.family(kernel.intrinsic) if kernel.intrinsic else None
+    return getattr(family, "round_to_bf16", f32_to_bf16)(value)
 
 
 def operand(kernel: MicroKernel, value: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -162,14 +161,16 @@ def epilogue_gate_up(kernel: MicroKernel, activation: Activation, limited: bool,
         g = value(r, i)
         u = value(r, i + columns) if activation.gated else g
         result = activate(activation.name, g, u, alpha, limit if limited else None)
-        return to_bf16(kernel)(result) if kernel.dtype == "bf16" else result
+        return to_bf16(kernel, result) if kernel.dtype == "bf16" else result
 
     out = te.compute((acc.shape[0], columns), act, name="out")
     return strided(te.create_prim_func([acc, x_scale, rows, w_scale, bias, alpha, limit, out]), "out")
 
 
 def prepare_rows(kernel: MicroKernel, source: str, weighted: bool) -> tirx.PrimFunc:
-    """Rows of ``source`` type ("float32", or "uint16" holding bf16) as the kernel's operand; ``weighted``: times a factor each.
+    """Rows of ``source`` type ("float32", or "uint16" holding bf16) as the kernel's operand.
+
+    ``weighted``: times a factor each.
 
     INT8: per token, scale = max(absmax, 1e-7) / 127, q = x / scale rounded half to even (|q| <= 127 by construction, so
     nothing saturates), stored with the kernel's offset; a row with NaN or Inf gets scale NaN. The maximum is taken over
@@ -185,7 +186,9 @@ def prepare_rows(kernel: MicroKernel, source: str, weighted: bool) -> tirx.PrimF
 
     as_it_is = source == "uint16" and not weighted
     if kernel.dtype == "bf16":
-        out = te.compute((rows, columns), lambda r, c: x[r, c] if as_it_is else to_bf16(kernel)(value(r, c)), name="out")
+        out = te.compute(
+            (rows, columns), lambda r, c: x[r, c] if as_it_is else to_bf16(kernel, value(r, c)), name="out"
+        )
         unused = te.placeholder((rows,), "float32", name="scale")
         return strided(te.create_prim_func([x, factor, unused, out]), "x", "out")
     k = te.reduce_axis((0, columns), "k")
@@ -221,7 +224,7 @@ def gather(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
         found = x[ids[r].astype("int64"), c]
         if kernel.dtype == "int8":
             return bf16_to_f32(found) if source == "uint16" else found
-        return found if source == "uint16" else to_bf16(kernel)(found)
+        return found if source == "uint16" else to_bf16(kernel, found)
 
     out = te.compute((rows, columns), value, name="out")
     return strided(te.create_prim_func([x, ids, out]), "x", "out")
@@ -257,8 +260,11 @@ def combine(kernel: MicroKernel, target: str, weighted: bool, biased: bool, colu
         return te.sum(tirx.if_then_else(slot >= 0, value, f32(0.0)), axis=j)
 
     total = te.compute((tokens, kernel.NR), term, name="total")
-    store = to_bf16(kernel) if target == "uint16" else (lambda value: value)
-    out = te.compute((tokens, columns), lambda t, n: store(total[t, n]), name="out")
+
+    def result(t: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
+        return to_bf16(kernel, total(t, n)) if target == "uint16" else total(t, n)
+
+    out = te.compute((tokens, columns), result, name="out")
     func = te.create_prim_func([y, position, expert, weight, x_scale, w_scale, bias, out])
     return strided(skipping(func), "w_scale", "bias", "out")
 

@@ -135,11 +135,17 @@ def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tv
         ),
         **family(
             N.combine,
-            {c: scheduled(compute.combine(kernel, *kind, kernel.NR), elementwise.combine) for c, kind in BIASED.items()},
+            {
+                c: scheduled(compute.combine(kernel, *kind, kernel.NR), elementwise.combine)
+                for c, kind in BIASED.items()
+            },
         ),
         **family(
             N.combine_tail,
-            {c: scheduled(compute.combine(kernel, *kind, tail), elementwise.combine_tail) for c, kind in BIASED.items()},
+            {
+                c: scheduled(compute.combine(kernel, *kind, tail), elementwise.combine_tail)
+                for c, kind in BIASED.items()
+            },
         ),
         N.fetch_ahead: gemm.fetch_ahead(kernel),
         N.prepare_item: rows.prepare_item(kernel),

@@ -64,7 +64,9 @@ class Stream:
             by = end - position
             if by != size and by not in steps:  # LLVM takes another step from a register only
                 steps[by] = tirx.Var("step", "int64")
-                made.append(tirx.Bind(steps[by], tirx.call_extern("int64", "moe_stream_step", tirx.IntImm("int64", by))))
+                made.append(
+                    tirx.Bind(steps[by], tirx.call_extern("int64", "moe_stream_step", tirx.IntImm("int64", by)))
+                )
             step_of = tirx.IntImm("int64", by) if by == size else steps[by]
             name = f"moe_stream_{size // REGISTER}"
             self.calls.append(tirx.call_extern(f"int8x{MOST * REGISTER}", name, self.pointer(), step_of))

@@ -165,7 +165,8 @@ def combine_item(kernel: MicroKernel) -> tirx.PrimFunc:
         expert: T.let = T.handle_add_byte_offset(scratch, P[F.AT_EXPERT] + slots)
         factors: T.let = T.handle_add_byte_offset(weights, slots)
         x_scale: T.let = T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE])
-        kind: T.let = x_code + T.int64(2) * (T.int64(1) - P[F.ON_INPUT]) + P[F.BIAS2_STRIDE] // T.int64(NR) * T.int64(4)
+        biased: T.let = T.Cast("int64", P[F.BIAS2_STRIDE] != T.int64(0))
+        kind: T.let = x_code + T.int64(2) * (T.int64(1) - P[F.ON_INPUT]) + T.int64(4) * biased
         size: T.let = T.int64(2) * (x_code + T.int64(1))
         for p in range(T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])):
             at: T.let = g * P[F.GROUP2] + p

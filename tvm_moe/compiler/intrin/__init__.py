@@ -3,7 +3,8 @@
 A family module offers ``LANES``, the columns one instruction serves, ``tensor_intrin() -> str``, which registers its
 description and implementation once and returns the name to tensorize with, and ``llvm_ir(mcpu) -> str``: LLVM text the
 kernel imports ("" where none is needed). Where an operand is widened and then takes more than one register, ``HELD`` says how
-many; where the sums of LANES columns do, ``REGISTERS``. `dot` makes the description and implementation.
+many; where the sums of LANES columns do, ``REGISTERS``. Where the CPUs round f32 to bf16 by an instruction,
+``round_to_bf16(value)`` does. `dot` makes the description and implementation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""AArch64 bfcvtn: f32 rounded to bf16 by hardware, NaN quieted, as an op of ours.
+"""AArch64 bfcvtn: f32 rounded to bf16 as hardware does it, half to even, NaN quiet.
 
-TVM vectorizes no call of an LLVM function, but ops that say so. Lowered after that, the op becomes the function of its width.
+An op of ours stands for it until loops are vectorized, because TVM vectorizes no call of a function. It is then lowered to
+the LLVM function of its width, in which LLVM finds the instruction.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from tvm.ir import register_op_attr
 from tvm.tirx.expr import CallEffectKind
 
 OP = "tirx.moe_round_to_bf16"
-WIDTHS = (1, 2, 4, 8, 16, 32)
+WIDTHS = (8, 32)  # of the schedules' vectors of results, besides scalars
 
 
 @cache
@@ -23,29 +24,26 @@ def register() -> None:
 
 
 def lowered(call: tirx.Call) -> tirx.PrimExpr:
-    kind = str(call.ty)
-    return tirx.call_pure_extern(kind, f"moe_bfcvt_{kind.partition('x')[2] or 1}", call.args[0])
+    return tirx.call_pure_extern(str(call.ty), f"moe_round_to_bf16_{call.ty}", call.args[0])
 
 
 def round_to_bf16(value: tirx.PrimExpr) -> tirx.PrimExpr:
-    """As uint16, like `compute.f32_to_bf16`."""
+    """The bits, like `compute.f32_to_bf16`."""
     register()
     return tirx.call_intrin("uint16", OP, value)
 
 
-def convert(width: int) -> str:
+def rounding(suffix: str, of: str) -> str:
+    """The function of a width: ``of`` turns a scalar LLVM type into that of its operands."""
+    single, half, bits = (of.format(kind) for kind in ("float", "bfloat", "i16"))
     return f"""
-define <{width} x i16> @moe_bfcvt_{width}(<{width} x float> %x) #1 {{
-  %rounded = fptrunc <{width} x float> %x to <{width} x bfloat>
-  %bits = bitcast <{width} x bfloat> %rounded to <{width} x i16>
-  ret <{width} x i16> %bits
-}}""" if width > 1 else """
-define i16 @moe_bfcvt_1(float %x) #1 {
-  %rounded = fptrunc float %x to bfloat
-  %bits = bitcast bfloat %rounded to i16
-  ret i16 %bits
-}"""
+define {bits} @moe_round_to_bf16_uint16{suffix}({single} %value) #2 {{
+  %rounded = fptrunc {single} %value to {half}
+  %bits = bitcast {half} %rounded to {bits}
+  ret {bits} %bits
+}}"""
 
 
-def llvm_ir() -> str:
-    return "".join(map(convert, WIDTHS))
+def llvm_ir(mcpu: str) -> str:
+    functions = [rounding("", "{}"), *(rounding(f"x{width}", f"<{width} x {{}}>") for width in WIDTHS)]
+    return "".join(functions) + f'\nattributes #2 = {{ alwaysinline "target-features"="{mcpu}" }}\n'

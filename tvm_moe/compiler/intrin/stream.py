@@ -7,8 +7,6 @@ of empty assembly stand against both: they hide where an address comes from, and
 
 from __future__ import annotations
 
-from . import bfcvt
-
 REGISTER = 16  # bytes
 MOST = 4  # registers one load brings
 MOST_SUMS = 16  # sums that one load is tied to
@@ -77,7 +75,7 @@ define void @moe_stream_after_{count}(ptr %cursor, {", ".join(f"ptr %sum{i}" for
 def llvm_ir(mcpu: str) -> str:
     parts = [part(size, i) for size in (REGISTER // 2, REGISTER) for i in range(MOST * REGISTER // size)]
     loads, ties = (load(n + 1) for n in range(MOST)), (after(n + 1) for n in range(MOST_SUMS))
-    return f"""{"".join([*loads, *parts, *ties])}{bfcvt.llvm_ir()}
+    return f"""{"".join([*loads, *parts, *ties])}
 define void @moe_stream_from(ptr %cursor, ptr %start) #1 {{
   store ptr %start, ptr %cursor
   ret void
