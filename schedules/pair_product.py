@@ -33,8 +33,9 @@ class PairProduct(TileSchedule):
             s.compute_at(acc, block, preserve_unit_loops=True)
         *_, ro, co, ri, ci, k = s.get_loops(acc)
         k_outer, k_inner = s.split(k, [None, self.kernel.group])
-        inside = (ro, co) if self.rows > 8 else (co, ro)
-        s.reorder(k_outer, *inside, ri, ci, k_inner)
+        # Outside the operand of more registers: it comes in several loads, beside all of the other one.
+        pairs = (ro, co) if self.rows > column_block(self.rows) else (co, ro)
+        s.reorder(k_outer, *pairs, ri, ci, k_inner)
         for loop in (ro, co):
             s.unroll(loop)
         return k_outer, ri

@@ -89,7 +89,7 @@ def exact(spec, g, u):
 
 @cache
 def activation(kernel, spec):
-    alpha, limit = mathfn.f32(spec.alpha), mathfn.f32(spec.limit)
+    alpha, limit = mathfn.f32(spec.alpha), mathfn.f32(spec.limit) if math.isfinite(spec.limit) else None
     return compiled(kernel, lambda g, u: mathfn.activate(spec.name, g, u, alpha, limit), inputs=2)
 
 

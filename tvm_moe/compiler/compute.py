@@ -19,8 +19,6 @@ from ..kernels import MicroKernel
 from . import intrin
 from .mathfn import activate, at_least, f32, let, round_bits
 
-LANES = 16  # vector width of epilogue code; LLVM splits it where registers are narrower
-
 
 def i64(name: str) -> tirx.Var:
     return te.var(name, "int64")
@@ -87,7 +85,7 @@ def gemm_tile(
 
 
 def column_block(rows: int) -> int:
-    """Columns whose sums a tile of pairs of rows keeps at once: 16 of 32 registers, 24 of them for three pairs."""
+    """Columns whose sums a tile of pairs of rows keeps at once: in 16 of 32 registers, or in 20 or 24 of them."""
     return {1: 32, 2: 32, 4: 16, 6: 16, 8: 8, 10: 8, 12: 8}[rows]
 
 

@@ -36,7 +36,10 @@ class Stream:
         return distance(base(load), base(self.first)) * self.size
 
     def cut(self) -> bool:
-        """Into loads, in the order of addresses, of whole steps or of a part of one; False: not into whole registers."""
+        """Into loads, in the order of addresses, of whole steps or a part of one; a step longer than a load may end in one.
+
+        False: not into whole registers.
+        """
         step, least = len(self.positions) * self.vector // self.steps, min(self.positions)
         for position in sorted(self.positions):
             begin, size = self.chunks[-1] if self.chunks else (0, MOST * REGISTER)
@@ -59,17 +62,15 @@ class Stream:
                 tirx.call_extern("void", "moe_stream_from", self.pointer(), address(self.first.source, start))
             ),
         ]
-        steps: dict[int, tirx.PrimExpr] = {}
+        held: dict[int, tirx.Var] = {}  # steps: LLVM takes one that is not the size of the load from a register only
         for (position, size), end in zip(self.chunks, ends, strict=True):
-            by = end - position
-            if by != size and by not in steps:  # LLVM takes another step from a register only
-                steps[by] = tirx.Var("step", "int64")
-                made.append(
-                    tirx.Bind(steps[by], tirx.call_extern("int64", "moe_stream_step", tirx.IntImm("int64", by)))
-                )
-            step_of = tirx.IntImm("int64", by) if by == size else steps[by]
+            move = tirx.IntImm("int64", end - position)
+            if move.value != size and move.value not in held:
+                held[move.value] = tirx.Var("step", "int64")
+                made.append(tirx.Bind(held[move.value], tirx.call_extern("int64", "moe_stream_step", move)))
+            by = move if move.value == size else held[move.value]
             name = f"moe_stream_{size // REGISTER}"
-            self.calls.append(tirx.call_extern(f"int8x{MOST * REGISTER}", name, self.pointer(), step_of))
+            self.calls.append(tirx.call_extern(f"int8x{MOST * REGISTER}", name, self.pointer(), by))
         return made
 
     def pointer(self) -> tirx.PrimExpr:
