@@ -5,14 +5,6 @@ from __future__ import annotations
 from tvm.s_tir import Schedule
 
 
-def epilogue(s: Schedule) -> None:
-    """Loop over rows; the columns of a panel are unrolled vectors."""
-    _, column = s.get_loops(s.get_sblock("out"))
-    outer, vector = s.split(column, [None, 16])
-    s.vectorize(vector)
-    s.unroll(outer)
-
-
 def activation(s: Schedule, lanes: int) -> None:
     """Two registers of columns, then all rows: the constants of the activation stay in registers beside them."""
     row, column = s.get_loops(s.get_sblock("out"))

@@ -20,7 +20,7 @@ class PairProduct(TileSchedule):
     def decisions(self) -> tuple[Decision, ...]:
         return (
             Decision("prefetch", (0, 2, 4), 0),
-            Decision("unroll", (1, 2, 4, 8), 8),
+            Decision("unroll", (1, 2, 4, 8, 16), 16),
             Decision("stream", (0, 1), 1),  # operands by loads of several vectors
         )
 
@@ -33,7 +33,9 @@ class PairProduct(TileSchedule):
             s.compute_at(acc, block, preserve_unit_loops=True)
         *_, ro, co, ri, ci, k = s.get_loops(acc)
         k_outer, k_inner = s.split(k, [None, self.kernel.group])
-        s.reorder(k_outer, co, ro, ri, ci, k_inner)
+        # Outside the operand of more registers: it comes in several loads, beside all of the other one.
+        pairs = (ro, co) if self.rows > column_block(self.rows) else (co, ro)
+        s.reorder(k_outer, *pairs, ri, ci, k_inner)
         for loop in (ro, co):
             s.unroll(loop)
         return k_outer, ri

@@ -21,6 +21,11 @@ class Activation:
     limit: float | None = None
     needs_limit: bool = False
 
+    @property
+    def limits(self) -> tuple[bool, ...]:
+        """Without a limit, with one: which of both there is."""
+        return (True,) if self.needs_limit or self.limit else (False, True) if self.takes_limit else (False,)
+
 
 ACTIVATIONS = {
     a.name: a
@@ -34,6 +39,14 @@ ACTIVATIONS = {
     )
 }
 LINEAR = Activation("linear", 6, gated=False)  # what `pack_linear` makes has no gate/up projections to activate
+# Added to an activation's code: what the compiled form of it clamps and adds.
+LIMITED, BIASED = 8, 16
+FORMS = {
+    a.code + LIMITED * limited + BIASED * biased: (a, limited, biased)
+    for a in ACTIVATIONS.values()
+    for limited in a.limits
+    for biased in (False, True)
+}
 ALIASES = {"gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
 
 
@@ -52,6 +65,10 @@ class ActivationSpec:
     @property
     def gated(self) -> bool:
         return self.kind.gated
+
+    @property
+    def code(self) -> int:
+        return self.kind.code + LIMITED * (self.limit < math.inf)
 
 
 NONE = ActivationSpec(LINEAR, 1.0, math.inf)

@@ -214,11 +214,11 @@ TABLE: tuple[MicroKernel, ...] = (
     ),
     _arm(
         "i8mm_bf16", "int8", {"dotprod", "i8mm", "bf16"}, activation="int8", weight="int8", accumulator="int32",
-        rows=(1, 2, 4, 6, 8), NR=32, group=8, offset=0, intrinsic="smmla", style="PairProduct", row_group=2,
+        rows=(1, 2, 4, 6, 8, 10, 12), NR=32, group=8, offset=0, intrinsic="smmla", style="PairProduct", row_group=2,
     ),
     _arm(
         "i8mm_bf16", "bf16", {"dotprod", "i8mm", "bf16"}, activation="uint16", weight="uint16", accumulator="float32",
-        rows=(1, 2, 4, 6, 8), NR=32, group=4, offset=0, intrinsic="bfmmla", style="PairProduct", row_group=2,
+        rows=(1, 2, 4, 6, 8, 10, 12), NR=32, group=4, offset=0, intrinsic="bfmmla", style="PairProduct", row_group=2,
     ),
 )  # fmt: skip
 

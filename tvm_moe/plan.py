@@ -36,6 +36,7 @@ class Field(IntEnum):
 
     TOKENS = 0
     TOP_K = auto()
+    ROWS = auto()  # the slots, each expert's filled up to whole row groups
     EXPERTS = auto()
     HIDDEN = auto()
     INPUT = auto()  # columns of hidden_states: HIDDEN, but for a layer without gate/up projections
@@ -66,12 +67,11 @@ class Field(IntEnum):
     BLOCKS_MAX = auto()
     AT_X = auto()
     AT_X_SCALE = auto()
-    AT_FACTOR = auto()
     AT_COUNT = auto()
     AT_ROWS = auto()
+    AT_EXPERT = auto()
     AT_POSITION = auto()
     AT_IOTA = auto()
-    AT_ONES = auto()
     AT_BLOCKS = auto()
     AT_SYNC = auto()
     AT_ACC = auto()
@@ -227,9 +227,10 @@ def make(
     _, panels2, k2, _, _ = sizes.shape2(kernel)
     half = sizes.half(kernel)
     paired = kernel.row_group > 1
+    rows = slots + (kernel.row_group - 1) * min(sizes.experts, slots)
     v = split(kernel, sizes, tokens, top_k, threads)
     v |= {
-        F.TOKENS: tokens, F.TOP_K: top_k, F.EXPERTS: sizes.experts, F.HIDDEN: sizes.hidden, F.THREADS: threads,
+        F.TOKENS: tokens, F.TOP_K: top_k, F.ROWS: rows, F.EXPERTS: sizes.experts, F.HIDDEN: sizes.hidden, F.THREADS: threads,
         F.INPUT: sizes.input, F.LINEAR: int(sizes.linear),
         F.X_STRIDE: x_stride, F.OUT_STRIDE: out_stride, F.K13: k13, F.K2: k2,
         F.PANELS13: panels13, F.PANELS2: panels2, F.HALF: half, F.X_LD: k13 * group,
@@ -242,20 +243,19 @@ def make(
     areas = {
         F.AT_X: tokens * v[F.X_LD] * kernel.activation_size,
         F.AT_X_SCALE: tokens * 4,
-        F.AT_FACTOR: tokens * 4,
         F.AT_COUNT: (sizes.experts + 1) * 4,
-        F.AT_ROWS: slots * 4,
+        F.AT_ROWS: rows * 4,
+        F.AT_EXPERT: slots * 4,
         F.AT_POSITION: slots * 4,
         F.AT_IOTA: v[F.ROW_BLOCK] * 4,
-        F.AT_ONES: max(v[F.ROW_BLOCK], tokens) * 4,
         F.AT_BLOCKS: 3 * blocks * 4,
         F.AT_SYNC: (SYNC_BLOCKS + 2 * blocks + 2 * v[F.ITEMS2]) * 8,
         F.AT_ACC: threads * v[F.ROW_BLOCK] * NR * 4,
         F.AT_ROWS_IN: threads * v[F.ROW_BLOCK] * max(v[F.X_LD], h_ld) * kernel.activation_size if paired else 0,
         F.AT_HF: min(v[F.RING_H], blocks) * v[F.ROW_BLOCK] * h_ld * h_size,
-        F.AT_H: (slots + (kernel.row_group - 1) * blocks) * h_ld * kernel.activation_size,
-        F.AT_H_SCALE: slots * 4,
-        F.AT_Y: v[F.RING_Y] * v[F.GROUP2] * max(1, slots) * NR * 4,
+        F.AT_H: rows * h_ld * kernel.activation_size,
+        F.AT_H_SCALE: rows * 4,
+        F.AT_Y: v[F.RING_Y] * v[F.GROUP2] * max(1, rows) * NR * 4,
     }
     end = 0
     for area, size in areas.items():

@@ -8,7 +8,6 @@ one chain over ascending K, whatever the number of rows or chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tvm_ffi
@@ -17,9 +16,8 @@ from tvm.s_tir import SBlock
 
 from ..activations import Activation
 from ..kernels import MicroKernel
+from . import intrin
 from .mathfn import activate, at_least, f32, let, round_bits
-
-LANES = 16  # vector width of epilogue code; LLVM splits it where registers are narrower
 
 
 def i64(name: str) -> tirx.Var:
@@ -43,6 +41,12 @@ def f32_to_bf16(value: tirx.PrimExpr) -> tirx.PrimExpr:
         return (kept >> sixteen).astype("uint16")
 
     return let(tirx.reinterpret("uint32", value), rounded)
+
+
+def to_bf16(kernel: MicroKernel, value: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The same by an instruction of the kernel's CPUs, if the intrinsic's file knows one."""
+    family = intrin.family(kernel.intrinsic) if kernel.intrinsic else None
+    return getattr(family, "round_to_bf16", f32_to_bf16)(value)
 
 
 def operand(kernel: MicroKernel, value: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -87,8 +91,8 @@ def adds_last(kernel: MicroKernel) -> bool:
 
 
 def column_block(rows: int) -> int:
-    """Columns whose sums a tile of pairs of rows keeps at once: 16 of 32 registers, 24 of them for three pairs."""
-    return {1: 32, 2: 32, 4: 16, 6: 16, 8: 8}[rows]
+    """Columns whose sums a tile of pairs of rows keeps at once: in 16 of 32 registers, or in 20 or 24 of them."""
+    return {1: 32, 2: 32, 4: 16, 6: 16, 8: 8, 10: 8, 12: 8}[rows]
 
 
 def paired_tile(kernel: MicroKernel, rows_in_tile: int, static_groups: int | None, first: bool) -> tirx.PrimFunc:
@@ -166,34 +170,14 @@ def continue_sum(func: tirx.PrimFunc, start: Any, stride: tirx.Var) -> tirx.Prim
     return func.with_body(tvm_ffi.structural_map(func.body, (SBlock, seed)))
 
 
-def epilogue_gate_up(kernel: MicroKernel, activation: Activation) -> tirx.PrimFunc:
-    """(acc [R, NR], alpha, limit, x_scale, rows, w_scale [NR], bias [NR], out [R, H]) with H = NR / 2 (NR without gate).
+def epilogue_gate_up(kernel: MicroKernel, activation: Activation, limited: bool, biased: bool) -> tirx.PrimFunc:
+    """(acc [R, NR], x_scale, rows, w_scale [NR], bias [NR], alpha, limit, out [R, H]) with H = NR / 2 (NR without gate).
 
-    ``out = act(gate, up)`` of the dequantized, biased sums: f32 for INT8 (it is quantized per row later), bf16 for BF16.
+    ``out = act(gate, up)`` of f32(acc) * (x_scale * w_scale) + bias: f32 for INT8 (it is quantized per row later), bf16 for
+    BF16, which ignores the scales. Without a limit or a bias, theirs are not read.
     """
     columns = kernel.NR // 2 if activation.gated else kernel.NR
     alpha, limit = te.var("alpha", "float32"), te.var("limit", "float32")
-    inputs, value = dequantized(kernel)
-
-    def act(r: tirx.Var, i: tirx.Var) -> tirx.PrimExpr:
-        g = value(r, i)
-        u = value(r, i + columns) if activation.gated else g
-        result = activate(activation.name, g, u, alpha, limit)
-        return f32_to_bf16(result) if kernel.dtype == "bf16" else result
-
-    out = te.compute((inputs[0].shape[0], columns), act, name="out")
-    return strided(te.create_prim_func([*inputs, alpha, limit, out]), "out")
-
-
-def epilogue_down(kernel: MicroKernel) -> tirx.PrimFunc:
-    """The dequantized, biased sums of the down projection in f32: (acc, x_scale, rows, w_scale, bias, out [R, NR])."""
-    inputs, value = dequantized(kernel)
-    out = te.compute((inputs[0].shape[0], kernel.NR), lambda r, n: value(r, n), name="out")
-    return te.create_prim_func([*inputs, out])
-
-
-def dequantized(kernel: MicroKernel) -> tuple[list[te.Tensor], Callable[..., tirx.PrimExpr]]:
-    """f32(acc) * (x_scale * w_scale) + bias as placeholders and a function of (r, n); BF16 ignores the scales."""
     acc = te.placeholder((i64("rows"), kernel.NR), kernel.accumulator, name="acc")
     bias = te.placeholder((kernel.NR,), "float32", name="bias")
     x_scale = te.placeholder((i64("tokens"),), "float32", name="x_scale")
@@ -201,42 +185,58 @@ def dequantized(kernel: MicroKernel) -> tuple[list[te.Tensor], Callable[..., tir
     w_scale = te.placeholder((kernel.NR,), "float32", name="w_scale")
 
     def value(r: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
-        if kernel.dtype == "bf16":
-            return acc[r, n] + bias[n]
-        scale = x_scale[rows[r].astype("int64")] * w_scale[n]
-        return acc[r, n].astype("float32") * scale + bias[n]
+        total = acc(r, n)
+        if kernel.dtype == "int8":
+            total = total.astype("float32") * (x_scale[rows[r].astype("int64")] * w_scale[n])
+        return total + bias[n] if biased else total
 
-    return [acc, x_scale, rows, w_scale, bias], value
+    def act(r: tirx.Var, i: tirx.Var) -> tirx.PrimExpr:
+        g = value(r, i)
+        u = value(r, i + columns) if activation.gated else g
+        result = activate(activation.name, g, u, alpha, limit if limited else None)
+        return to_bf16(kernel, result) if kernel.dtype == "bf16" else result
+
+    out = te.compute((acc.shape[0], columns), act, name="out")
+    return strided(te.create_prim_func([acc, x_scale, rows, w_scale, bias, alpha, limit, out]), "out")
 
 
-def prepare_rows(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
-    """Rows of ``source`` type ("float32", or "uint16" holding bf16), times a factor per row, as the kernel's operand.
+def prepare_rows(kernel: MicroKernel, source: str, weighted: bool) -> tirx.PrimFunc:
+    """Rows of ``source`` type ("float32", or "uint16" holding bf16) as the kernel's operand.
+
+    ``weighted``: times a factor each.
 
     INT8: per token, scale = max(absmax, 1e-7) / 127, q = x / scale rounded half to even (|q| <= 127 by construction, so
     nothing saturates), stored with the kernel's offset; a row with NaN or Inf gets scale NaN. The maximum is taken over
-    the bit patterns of |x|, which order like the values and put Inf and NaN on top. BF16: one rounding.
+    the bit patterns of |x|, which order like the values and put Inf and NaN on top. BF16: one rounding, or none.
     """
     rows, columns = i64("rows"), i64("columns")
     x = te.placeholder((rows, columns), source, name="x")
     factor = te.placeholder((rows,), "float32", name="factor")
 
     def value(r: tirx.Var, c: tirx.Var) -> tirx.PrimExpr:
-        return (bf16_to_f32(x[r, c]) if source == "uint16" else x[r, c]) * factor[r]
+        found = bf16_to_f32(x[r, c]) if source == "uint16" else x[r, c]
+        return found * factor[r] if weighted else found
 
+    as_it_is = source == "uint16" and not weighted
     if kernel.dtype == "bf16":
-        out = te.compute((rows, columns), lambda r, c: f32_to_bf16(value(r, c)), name="out")
+        out = te.compute(
+            (rows, columns), lambda r, c: x[r, c] if as_it_is else to_bf16(kernel, value(r, c)), name="out"
+        )
         unused = te.placeholder((rows,), "float32", name="scale")
         return strided(te.create_prim_func([x, factor, unused, out]), "x", "out")
     k = te.reduce_axis((0, columns), "k")
-    magnitude = tirx.const(0x7FFFFFFF, "int32")
-    peak = te.compute(
-        (rows,), lambda r: te.max(tirx.reinterpret("int32", value(r, k)) & magnitude, axis=k), name="peak"
-    )
+    bits = 16 if as_it_is else 32
+
+    def magnitude(r: tirx.Var) -> tirx.PrimExpr:
+        of = tirx.reinterpret(f"int{bits}", x[r, k] if as_it_is else value(r, k))
+        return te.max(of & tirx.const((1 << (bits - 1)) - 1, f"int{bits}"), axis=k)
+
+    peak = te.compute((rows,), magnitude, name="peak")
 
     def row_scale(r: tirx.Var) -> tirx.PrimExpr:
-        absmax = tirx.reinterpret("float32", peak[r])
-        finite = peak[r] < tirx.const(0x7F800000, "int32")
-        return tirx.Select(finite, at_least(absmax, f32(1e-7)) / f32(127.0), f32(float("nan")))
+        absmax = peak[r].astype("int32") << tirx.const(32 - bits, "int32")
+        least = at_least(tirx.reinterpret("float32", absmax), f32(1e-7))
+        return tirx.Select(absmax < tirx.const(0x7F800000, "int32"), least / f32(127.0), f32(float("nan")))
 
     scale = te.compute((rows,), row_scale, name="scale")
     out = te.compute(
@@ -257,34 +257,69 @@ def gather(kernel: MicroKernel, source: str) -> tirx.PrimFunc:
         found = x[ids[r].astype("int64"), c]
         if kernel.dtype == "int8":
             return bf16_to_f32(found) if source == "uint16" else found
-        return found if source == "uint16" else f32_to_bf16(found)
+        return found if source == "uint16" else to_bf16(kernel, found)
 
     out = te.compute((rows, columns), value, name="out")
     return strided(te.create_prim_func([x, ids, out]), "x", "out")
 
 
-def combine(kernel: MicroKernel, target: str, columns: int | tirx.Var) -> tirx.PrimFunc:
-    """(y [rows, NR], position [T * k], weight [T, k], out [T, columns]): f32 sum over the slots of a token in slot order.
+def combine(kernel: MicroKernel, target: str, weighted: bool, biased: bool, columns: int | tirx.Var) -> tirx.PrimFunc:
+    """(y [rows, NR], position, expert [T * k], weight [T, k], x_scale [rows], w_scale, bias [E, NR], out [T, columns]).
 
-    A slot with position -1 was skipped: the select drops whatever lies in row 0.
+    f32 sum over the slots of a token in slot order, each (f32(y) * (w_scale * x_scale) + bias) * weight; BF16 ignores the
+    scales. A slot with position -1 was skipped. ``weighted``: the weight is not 1. ``biased``: there is a bias.
     """
-    tokens, top_k = i64("tokens"), i64("top_k")
-    y = te.placeholder((i64("rows"), kernel.NR), "float32", name="y")
-    position = te.placeholder((tokens * top_k,), "int32", name="position")
+    tokens, top_k, experts, rows = i64("tokens"), i64("top_k"), i64("experts"), i64("rows")
+    y = te.placeholder((rows, kernel.NR), kernel.accumulator, name="y")
+    position, expert = (te.placeholder((tokens * top_k,), "int32", name=name) for name in ("position", "expert"))
     weight = te.placeholder((tokens, top_k), "float32", name="weight")
+    x_scale = te.placeholder((rows,), "float32", name="x_scale")
+    w_scale, bias = (te.placeholder((experts, kernel.NR), "float32", name=name) for name in ("w_scale", "bias"))
     j = te.reduce_axis((0, top_k), "j")
 
+    def times(value: tirx.PrimExpr, t: tirx.Var) -> tirx.PrimExpr:
+        return value * weight[t, j] if weighted else value
+
     def term(t: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
-        row = position[t * top_k + j]
-        # 0 of a negative row, for its address is read all the same: of max(row, 0) under this select TVM leaves row.
-        readable = row & ~(row >> tirx.const(31, "int32"))
-        value = weight[t, j] * y[readable.astype("int64"), n]
-        return te.sum(tirx.Select(row >= 0, value, f32(0.0)), axis=j)
+        slot = position[t * top_k + j]
+        row, e = slot.astype("int64"), expert[t * top_k + j].astype("int64")
+        value, scale = y(row, n), x_scale(row)
+        early = kernel.dtype == "int8" and not biased  # the weight multiplies the scale of a row instead of its columns
+        if kernel.dtype == "int8":
+            value = value.astype("float32") * (w_scale[e, n] * (times(scale, t) if early else scale))
+        if biased:
+            value = value + bias(e, n)
+        value = value if early else times(value, t)
+        return te.sum(tirx.if_then_else(slot >= 0, value, f32(0.0)), axis=j)
 
     total = te.compute((tokens, kernel.NR), term, name="total")
-    store = f32_to_bf16 if target == "uint16" else (lambda value: value)
-    out = te.compute((tokens, columns), lambda t, n: store(total[t, n]), name="out")
-    return strided(te.create_prim_func([y, position, weight, out]), "out")
+
+    def result(t: tirx.Var, n: tirx.Var) -> tirx.PrimExpr:
+        return to_bf16(kernel, total(t, n)) if target == "uint16" else total(t, n)
+
+    out = te.compute((tokens, columns), result, name="out")
+    func = te.create_prim_func([y, position, expert, weight, x_scale, w_scale, bias, out])
+    return strided(skipping(func), "w_scale", "bias", "out")
+
+
+def skipping(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A sum of ``if_then_else(condition, value, 0)`` without the additions of 0.
+
+    As long as these are there, LLVM fuses some of the multiplications with the additions and others not.
+    """
+
+    def skip(block: Any) -> Any:
+        if block.init is None:
+            return block
+        store = block.body
+        condition, value, _ = store.value.b.args
+        update = tirx.IfThenElse(condition, tirx.BufferStore(store.buffer, store.value.a + value, store.indices), None)
+        return SBlock(
+            block.iter_vars, block.reads, block.writes, block.name_hint, update, block.init,
+            block.alloc_buffers, block.match_buffers, block.annotations,
+        )  # fmt: skip
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (SBlock, skip)))
 
 
 def strided(func: tirx.PrimFunc, *names: str) -> tirx.PrimFunc:

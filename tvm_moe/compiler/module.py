@@ -14,7 +14,7 @@ from tvm.s_tir import Schedule
 from tvm_moe.schedules import elementwise, style
 from tvm_moe.schedules.skeleton import DECISION
 
-from ..activations import ACTIVATIONS
+from ..activations import FORMS
 from ..kernels import MicroKernel
 from ..tuning import STAGES, Choice, Decisions
 from . import compute, intrin
@@ -24,6 +24,9 @@ from .intrin.prefetch import prefetch
 from .pipeline import subroutine
 
 SOURCES = {0: "uint16", 1: "float32"}  # x_code -> storage type of hidden_states and the output
+# The same, and whether rows are multiplied by weights: x_code + 2 where they are; and have a bias: 4 more.
+WEIGHTED = {code + 2 * weighted: (source, weighted) for code, source in SOURCES.items() for weighted in (False, True)}
+BIASED = {code + 4 * biased: (*kind, biased) for code, kind in WEIGHTED.items() for biased in (False, True)}
 
 
 def scheduled(func: tirx.PrimFunc, schedule: Callable[[Schedule], None] | None) -> tirx.PrimFunc:
@@ -134,25 +137,30 @@ def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tv
         **panel_functions,
         **family(
             N.activate,
-            {a.code: scheduled(compute.epilogue_gate_up(kernel, a), activation) for a in ACTIVATIONS.values()},
+            {code: scheduled(compute.epilogue_gate_up(kernel, *form), activation) for code, form in FORMS.items()},
         ),
-        N.epilogue_down: scheduled(compute.epilogue_down(kernel), elementwise.epilogue),
         **family(
             N.prepare,
             {
                 code: scheduled(
-                    compute.prepare_rows(kernel, source), elementwise.quantize if kernel.dtype == "int8" else None
+                    compute.prepare_rows(kernel, *kind), elementwise.quantize if kernel.dtype == "int8" else None
                 )
-                for code, source in SOURCES.items()
+                for code, kind in WEIGHTED.items()
             },
         ),
         **family(
             N.combine,
-            {c: scheduled(compute.combine(kernel, s, kernel.NR), elementwise.combine) for c, s in SOURCES.items()},
+            {
+                c: scheduled(compute.combine(kernel, *kind, kernel.NR), elementwise.combine)
+                for c, kind in BIASED.items()
+            },
         ),
         **family(
             N.combine_tail,
-            {c: scheduled(compute.combine(kernel, s, tail), elementwise.combine_tail) for c, s in SOURCES.items()},
+            {
+                c: scheduled(compute.combine(kernel, *kind, tail), elementwise.combine_tail)
+                for c, kind in BIASED.items()
+            },
         ),
         N.fetch_ahead: gemm.fetch_ahead(kernel),
         N.prepare_item: rows.prepare_item(kernel),
@@ -164,8 +172,8 @@ def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tv
         **family(N.gather, {c: scheduled(compute.gather(kernel, s), None) for c, s in SOURCES.items()}),
         N.gather_item: rows.gather_item(kernel),
         N.worker: worker.worker(kernel),
-        N.tiles["int32"]: tiles.tiles("int32"),
-        N.tiles["int64"]: tiles.tiles("int64"),
+        N.tiles["int32"]: tiles.tiles(kernel, "int32"),
+        N.tiles["int64"]: tiles.tiles(kernel, "int64"),
         **family(N.pack_panel, {c: pack_panel.pack_panel(kernel, s) for c, s in pack.sources(kernel).items()}),
         N.pack_direct: pack_direct.pack_direct(kernel),
         N.pack_part: pack.pack_part(kernel),

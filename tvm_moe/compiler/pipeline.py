@@ -61,23 +61,29 @@ def keep_on_stack(op: Any) -> Any:
 
 
 UNROLL = "moe_decision.unroll"  # annotation of a loop: steps at a time
+MANY = 8
 
 
 @tirx.transform.prim_func_pass(opt_level=0)
 def unroll_steps(func: tirx.PrimFunc, mod: Any, ctx: Any) -> tirx.PrimFunc:
-    """Loops annotated so, several steps at a time and the rest one by one: LLVM unrolls none of unknown length."""
+    """Loops annotated so, several steps at a time: LLVM unrolls none of unknown length.
+
+    What is left goes half as many at a time as long as these are many, then one by one.
+    """
 
     def unroll(loop: tirx.For) -> tirx.Stmt:
         steps = int((loop.annotations or {}).get(UNROLL, 1))
         if steps == 1:
             return loop
         many = loop.extent // steps
-        kept = {name: value for name, value in loop.annotations.items() if name != UNROLL} | {STEPS: steps}
+        others = {name: value for name, value in loop.annotations.items() if name != UNROLL}
+        left = others | {UNROLL: steps // 2} if steps // 2 >= MANY else {}
         q, u, rest = (tirx.Var(name, loop.loop_var.ty) for name in ("q", "u", "rest"))
         inner = tirx.For(u, 0, steps, tirx.ForKind.UNROLLED, at(loop, q * steps + u))
-        outer = tirx.For(q, 0, many, loop.kind, inner, annotations=kept)
-        last = tirx.For(rest, 0, loop.extent - many * steps, loop.kind, at(loop, many * steps + rest))
-        return tirx.SeqStmt([outer, last])
+        outer = tirx.For(q, 0, many, loop.kind, inner, annotations=others | {STEPS: steps})
+        body = at(loop, many * steps + rest)
+        last = tirx.For(rest, 0, loop.extent - many * steps, loop.kind, body, annotations=left)
+        return tirx.SeqStmt([outer, unroll(last)])
 
     def at(loop: tirx.For, k: tirx.PrimExpr) -> tirx.Stmt:
         return tvm_ffi.structural_map(loop.body, (tirx.Var, lambda v: k if v.same_as(loop.loop_var) else v))

@@ -36,11 +36,14 @@ class Stream:
         return distance(base(load), base(self.first)) * self.size
 
     def cut(self) -> bool:
-        """Into loads, in the order of addresses, of whole steps or of a part of one; False: not into whole registers."""
+        """Into loads, in the order of addresses, of whole steps or a part of one; a step longer than a load may end in one.
+
+        False: not into whole registers.
+        """
         step, least = len(self.positions) * self.vector // self.steps, min(self.positions)
         for position in sorted(self.positions):
             begin, size = self.chunks[-1] if self.chunks else (0, MOST * REGISTER)
-            crosses = MOST * REGISTER % step and (position - least) % step == 0
+            crosses = step < MOST * REGISTER and MOST * REGISTER % step and (position - least) % step == 0
             if size < MOST * REGISTER and position == begin + size and not crosses:
                 self.chunks[-1] = begin, size + self.vector
             else:
@@ -59,11 +62,13 @@ class Stream:
                 tirx.call_extern("void", "moe_stream_from", self.pointer(), address(self.first.source, start))
             ),
         ]
+        held: dict[int, tirx.Var] = {}  # steps: LLVM takes one that is not the size of the load from a register only
         for (position, size), end in zip(self.chunks, ends, strict=True):
-            by: tirx.PrimExpr = tirx.IntImm("int64", end - position)
-            if end - position != size:  # LLVM takes another step from a register only
-                by, constant = tirx.Var("step", "int64"), by
-                made.append(tirx.Bind(by, tirx.call_extern("int64", "moe_stream_step", constant)))
+            move = tirx.IntImm("int64", end - position)
+            if move.value != size and move.value not in held:
+                held[move.value] = tirx.Var("step", "int64")
+                made.append(tirx.Bind(held[move.value], tirx.call_extern("int64", "moe_stream_step", move)))
+            by = move if move.value == size else held[move.value]
             name = f"moe_stream_{size // REGISTER}"
             self.calls.append(tirx.call_extern(f"int8x{MOST * REGISTER}", name, self.pointer(), by))
         return made

@@ -6,6 +6,7 @@ from tvm import tirx
 from tvm.ir import GlobalVar
 from tvm.script import tirx as T
 
+from ...activations import BIASED
 from ...kernels import MicroKernel
 from .. import intrin
 from ..compute import adds_last
@@ -18,7 +19,7 @@ FIRST_LINES = 16  # of the next panel; the hardware's prefetcher has found the s
 def first_row(kernel: MicroKernel, n: tirx.PrimExpr, i: tirx.PrimExpr, tiles: tirx.PrimExpr) -> tirx.PrimExpr:
     """Where tile ``i`` of a block of ``n`` rows begins: equal tiles of whole row groups, the end for ``i == tiles``."""
     g = kernel.row_group
-    return n * i // tiles if g == 1 else tirx.min(n, (n + (g - 1)) // g * i // tiles * g)
+    return tirx.truncdiv(n * i, tiles) if g == 1 else tirx.min(n, tirx.truncdiv((n + (g - 1)) // g * i, tiles) * g)
 
 
 def loose(kernel: MicroKernel, n: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -37,14 +38,14 @@ def own_rows(kernel: MicroKernel, P: tirx.Buffer, th: tirx.PrimExpr) -> tirx.Pri
     return P[F.AT_ROWS_IN] + th * P[F.ROW_BLOCK] * tirx.max(P[F.X_LD], P[F.H_LD]) * kernel.activation_size
 
 
-def finished_rows(kernel: MicroKernel, P: tirx.Buffer, b: tirx.PrimExpr, first: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Where in scratch the down stage reads block ``b``, whose first slot is ``first``; each may have been filled up."""
-    return P[F.AT_H] + (first + b * (kernel.row_group - 1)) * P[F.H_LD] * kernel.activation_size
+def finished_rows(kernel: MicroKernel, P: tirx.Buffer, first: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Where in scratch the down stage reads the block whose first row is ``first``."""
+    return P[F.AT_H] + first * P[F.H_LD] * kernel.activation_size
 
 
 def slice_step(kernel: MicroKernel, tiles: tirx.PrimExpr, follows: tirx.PrimExpr) -> tirx.PrimExpr:
     """Bytes of a K step that a tile prefetches: an equal share of what comes next, so that memory works all the time."""
-    share = T.int64(kernel.NR * kernel.k_step * kernel.weight_size) // tiles
+    share = T.truncdiv(T.int64(kernel.NR * kernel.k_step * kernel.weight_size), tiles)
     if kernel.lone_ahead:
         return T.if_then_else(tirx.all(tiles > T.int64(1), follows == T.int64(0)), T.int64(0), share)
     return T.if_then_else(tirx.any(tiles == T.int64(1), follows == T.int64(0)), T.int64(0), share)
@@ -108,7 +109,7 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
                 next_x: T.let = T.handle_add_byte_offset(x, next_row)
                 # Whole rows while the first chunk passes; the others find them.
                 wanted: T.let = tirx.all(c == T.int64(0), next_row != T.int64(0))
-                rows_step: T.let = T.if_then_else(wanted, T.int64(MR) * row_bytes // steps, T.int64(0))
+                rows_step: T.let = T.if_then_else(wanted, T.truncdiv(T.int64(MR) * row_bytes, steps), T.int64(0))
                 # What the tile is told of its rows: where they are gathered from, or nothing where they lie interleaved.
                 if interleaved:
                     if c == T.int64(0):
@@ -264,7 +265,8 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
                 P[F.K13] * T.int64(panel_bytes) * (soon - at), T.int64(0), T.int64(0),
             )  # fmt: skip
             activate(
-                P[F.ACTIVATION], acc, T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE]), rows,
+                P[F.ACTIVATION] + T.Cast("int64", P[F.BIAS13_STRIDE] != T.int64(0)) * T.int64(BIASED),
+                acc, T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE]), rows,
                 T.handle_add_byte_offset(scale13, at * T.int64(NR * 4)),
                 T.handle_add_byte_offset(bias13, at * P[F.BIAS13_STRIDE] * T.int64(4)),
                 alpha, limit, T.handle_add_byte_offset(h, p * P[F.HALF] * T.int64(out_size)),
@@ -275,17 +277,15 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
 
 def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
-    """One block's intermediate rows against a group of down panels; results stay in f32, a row per slot."""
+    """One block's intermediate rows against a group of down panels; the sums stay as they are until they are combined."""
     NR, size = kernel.NR, kernel.activation_size
     panel_bytes = NR * kernel.group * kernel.weight_size
-    # Sums that are results as they are go where they stay. (Tiles of filled up rows would write into other blocks' rows.)
-    direct = kernel.dtype == "bf16" and kernel.row_group == 1
-    epilogue_down, fetch_ahead = N.epilogue_down, N.fetch_ahead
+    fetch_ahead = N.fetch_ahead
 
     @T.prim_func(private=True, s_tir=True)
     def down_item(
-        th: T.int64, g: T.int64, b: T.int64, next_at: T.int64, next_first: T.int64, plan: T.handle("int64"),
-        scratch: T.handle, blocks: T.handle("int32"),
+        g: T.int64, b: T.int64, next_at: T.int64, next_first: T.int64, plan: T.handle("int64"), scratch: T.handle,
+        blocks: T.handle("int32"),
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         w2: T.let = T.handle_add_byte_offset(plan, P[F.FROM_W2])
@@ -297,9 +297,7 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
         first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + b])
         n: T.let = T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b])
         iota: T.let = T.handle_add_byte_offset(scratch, P[F.AT_IOTA])
-        x: T.let = T.handle_add_byte_offset(scratch, finished_rows(kernel, P, b, first))
-        own: T.let = P[F.AT_ACC] + th * P[F.ROW_BLOCK] * T.int64(NR * 4)
-        slots: T.let = P[F.TOKENS] * P[F.TOP_K]
+        x: T.let = T.handle_add_byte_offset(scratch, finished_rows(kernel, P, first))
         panels: T.let = T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])
         for p in range(panels):
             at: T.let = e * P[F.PANELS2] + g * P[F.GROUP2] + p
@@ -310,25 +308,15 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
                 T.handle_add_byte_offset(scale2, soon * T.int64(NR * 4)),
                 T.handle_add_byte_offset(bias2, soon * P[F.BIAS2_STRIDE] * T.int64(4)),
             )
-            y: T.let = P[F.AT_Y] + ((g % P[F.RING_Y] * P[F.GROUP2] + p) * slots + first) * T.int64(NR * 4)
-            results: T.let = T.handle_add_byte_offset(scratch, y)
-            acc: T.let = T.handle_add_byte_offset(
-                scratch, T.if_then_else(P[F.BIAS2_STRIDE] == T.int64(0), y, own) if direct else own
-            )
+            y: T.let = P[F.AT_Y] + ((g % P[F.RING_Y] * P[F.GROUP2] + p) * P[F.ROWS] + first) * T.int64(NR * 4)
             panel(
                 n, x, P[F.H_LD], iota,
                 T.handle_add_byte_offset(w2, at * P[F.K2] * T.int64(panel_bytes)),
                 T.handle_add_byte_offset(start2, at * P[F.START_STRIDE] * T.int64(4)),
-                acc, P[F.K2], P[F.CHUNK2],
+                T.handle_add_byte_offset(scratch, y), P[F.K2], P[F.CHUNK2],
                 P[F.K2] * T.int64(panel_bytes) * (soon - at),
                 T.if_then_else(p == T.int64(0), T.int64(1), T.int64(0)),
                 T.if_then_else(p + T.int64(1) == panels, (next_first - first) * P[F.H_LD] * T.int64(size), T.int64(0)),
             )  # fmt: skip
-            if tirx.any(P[F.BIAS2_STRIDE] != T.int64(0), T.bool(not direct)):
-                epilogue_down(
-                    acc, T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)), iota,
-                    T.handle_add_byte_offset(scale2, at * T.int64(NR * 4)),
-                    T.handle_add_byte_offset(bias2, at * P[F.BIAS2_STRIDE] * T.int64(4)), results, n, T.int64(0),
-                )  # fmt: skip
 
     return down_item

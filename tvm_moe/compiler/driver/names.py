@@ -26,7 +26,6 @@ class N:
     tile = by_stage("tile")
     tile_more = by_stage("tile_more")
     activate = GlobalVar("activate")
-    epilogue_down = GlobalVar("epilogue_down")
     prepare = GlobalVar("prepare")
     combine = GlobalVar("combine")
     combine_tail = GlobalVar("combine_tail")

@@ -20,16 +20,16 @@ def prepare_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
     @T.prim_func(private=True, s_tir=True)
     def prepare_item(
-        i: T.int64, x: T.handle, x_code: T.int64, plan: T.handle("int64"), scratch: T.handle,
+        i: T.int64, x: T.handle, x_code: T.int64, weights: T.handle, plan: T.handle("int64"), scratch: T.handle,
         prepared: T.handle(kernel.activation),
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         t0: T.let = i * T.int64(PREPARE_ROWS)
         n: T.let = T.min(T.int64(PREPARE_ROWS), P[F.TOKENS] - t0)
         prepare(
-            x_code,
+            x_code + T.int64(2) * P[F.ON_INPUT],
             T.handle_add_byte_offset(x, t0 * P[F.X_STRIDE] * sources * (x_code + T.int64(1))),
-            T.handle_add_byte_offset(scratch, P[F.AT_FACTOR] + t0 * T.int64(4)),
+            T.handle_add_byte_offset(weights, t0 * T.int64(4)),
             T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE] + t0 * T.int64(4)),
             T.handle_add_byte_offset(scratch, P[F.AT_X] + t0 * P[F.X_LD] * T.int64(size)),
             n, P[F.HIDDEN], P[F.X_STRIDE], P[F.X_LD],
@@ -129,7 +129,7 @@ def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
         n: T.let = T.Cast("int64", B[2 * P[F.BLOCKS_MAX] + b])
         ring: T.let = P[F.AT_HF] + b % P[F.RING_H] * P[F.ROW_BLOCK] * P[F.H_LD] * T.int64(4 if quantized else size)
         own: T.let = own_rows(kernel, P, th)
-        h: T.let = finished_rows(kernel, P, b, first)
+        h: T.let = finished_rows(kernel, P, first)
         complete: T.let = T.handle_add_byte_offset(scratch, ring)
         finished: T.let = T.handle_add_byte_offset(scratch, h)
         # Few rows are not interleaved: quantized, they go where they stay.
@@ -145,8 +145,7 @@ def finish_block(kernel: MicroKernel) -> tirx.PrimFunc:
                         C[r, columns + c] = T.float32(0)
         if quantized:
             prepare(
-                T.int64(1), complete,
-                T.handle_add_byte_offset(scratch, P[F.AT_ONES]),
+                T.int64(1), complete, complete,
                 T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE] + first * T.int64(4)),
                 rounded, n, P[F.H_LD], P[F.H_LD], P[F.H_LD],
             )  # fmt: skip
@@ -173,24 +172,35 @@ def combine_item(kernel: MicroKernel) -> tirx.PrimFunc:
         x_code: T.int64,
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
-        slots: T.let = P[F.TOKENS] * P[F.TOP_K]
         t0: T.let = part * P[F.TOKENS] // P[F.COMBINE_PARTS]
         n: T.let = (part + T.int64(1)) * P[F.TOKENS] // P[F.COMBINE_PARTS] - t0
-        position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION] + t0 * P[F.TOP_K] * T.int64(4))
-        factors: T.let = T.handle_add_byte_offset(weights, t0 * P[F.TOP_K] * T.int64(4))
+        slots: T.let = t0 * P[F.TOP_K] * T.int64(4)
+        position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION] + slots)
+        expert: T.let = T.handle_add_byte_offset(scratch, P[F.AT_EXPERT] + slots)
+        factors: T.let = T.handle_add_byte_offset(weights, slots)
+        x_scale: T.let = T.handle_add_byte_offset(scratch, P[F.AT_H_SCALE])
+        biased: T.let = T.Cast("int64", P[F.BIAS2_STRIDE] != T.int64(0))
+        kind: T.let = x_code + T.int64(2) * (T.int64(1) - P[F.ON_INPUT]) + T.int64(4) * biased
         size: T.let = T.int64(2) * (x_code + T.int64(1))
         for p in range(T.min(P[F.GROUP2], P[F.PANELS2] - g * P[F.GROUP2])):
-            column: T.let = (g * P[F.GROUP2] + p) * T.int64(NR)
+            at: T.let = g * P[F.GROUP2] + p
+            column: T.let = at * T.int64(NR)
+            w_scale: T.let = T.handle_add_byte_offset(plan, P[F.FROM_SCALE2] + column * T.int64(4))
+            bias: T.let = T.handle_add_byte_offset(plan, P[F.FROM_BIAS2] + at * P[F.BIAS2_STRIDE] * T.int64(4))
             y: T.let = T.handle_add_byte_offset(
-                scratch, P[F.AT_Y] + (g % P[F.RING_Y] * P[F.GROUP2] + p) * slots * T.int64(NR * 4)
+                scratch, P[F.AT_Y] + (g % P[F.RING_Y] * P[F.GROUP2] + p) * P[F.ROWS] * T.int64(NR * 4)
             )
             target: T.let = T.handle_add_byte_offset(out, (t0 * P[F.OUT_STRIDE] + column) * size)
             if P[F.HIDDEN] - column >= T.int64(NR):
-                combine(x_code, y, position, factors, target, slots, n, P[F.TOP_K], P[F.OUT_STRIDE])
+                combine(
+                    kind, y, position, expert, factors, x_scale, w_scale, bias, target, P[F.ROWS], n, P[F.TOP_K],
+                    P[F.EXPERTS], P[F.PANELS2] * T.int64(NR), P[F.PANELS2] * P[F.BIAS2_STRIDE], P[F.OUT_STRIDE],
+                )  # fmt: skip
             else:
                 combine_tail(
-                    x_code, y, position, factors, target, slots, n, P[F.TOP_K], P[F.HIDDEN] - column,
-                    P[F.OUT_STRIDE],
+                    kind, y, position, expert, factors, x_scale, w_scale, bias, target, P[F.ROWS], n, P[F.TOP_K],
+                    P[F.EXPERTS], P[F.PANELS2] * T.int64(NR), P[F.PANELS2] * P[F.BIAS2_STRIDE],
+                    P[F.HIDDEN] - column, P[F.OUT_STRIDE],
                 )  # fmt: skip
 
     return combine_item

@@ -5,34 +5,37 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
+from ...kernels import MicroKernel
 from ...plan import SYNC_BLOCK_COUNT, SYNC_BLOCKS
+from .gemm import first_row
 from .names import FIELDS, F
 
 
-def tiles(ids_dtype: str) -> tirx.PrimFunc:
+def tiles(kernel: MicroKernel, ids_dtype: str) -> tirx.PrimFunc:
     """Sort the slots by expert into blocks of rows, in linear time; ids outside [0, E) get position -1.
 
-    Also resets what the workers share: counters, the input factors (router weight or 1) and constant vectors.
+    An expert's rows are filled up to whole row groups, whose last one tiles compute without there being a slot for it.
+    Also resets what the workers share: counters and a constant vector.
     """
+
+    group = kernel.row_group
 
     @T.prim_func(private=True, s_tir=True)
     def tiles(
-        ids: T.handle(ids_dtype), plan: T.handle("int64"), weights: T.handle("float32"), on_input: T.int64,
-        count: T.handle("int32"), rows: T.handle("int32"), position: T.handle("int32"), blocks: T.handle("int32"),
-        sync: T.handle("int64"), iota: T.handle("int32"), factor: T.handle("float32"), ones: T.handle("float32"),
+        ids: T.handle(ids_dtype), plan: T.handle("int64"), count: T.handle("int32"), rows: T.handle("int32"),
+        expert: T.handle("int32"), position: T.handle("int32"), blocks: T.handle("int32"), sync: T.handle("int64"),
+        iota: T.handle("int32"),
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         slots: T.let = P[F.TOKENS] * P[F.TOP_K]
         I = T.decl_buffer((slots,), ids_dtype, data=ids)
-        W = T.decl_buffer((slots,), "float32", data=weights)
         C = T.decl_buffer((P[F.EXPERTS] + 1,), "int32", data=count)
-        R = T.decl_buffer((slots,), "int32", data=rows)
+        R = T.decl_buffer((P[F.ROWS],), "int32", data=rows)
+        X = T.decl_buffer((slots,), "int32", data=expert)
         S = T.decl_buffer((slots,), "int32", data=position)
         B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
         Y = T.decl_buffer((SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX] + 2 * P[F.ITEMS2],), "int64", data=sync)
         A = T.decl_buffer((P[F.ROW_BLOCK],), "int32", data=iota)
-        X = T.decl_buffer((P[F.TOKENS],), "float32", data=factor)
-        O = T.decl_buffer((T.max(P[F.ROW_BLOCK], P[F.TOKENS]),), "float32", data=ones)
         made = T.alloc_buffer((1,), "int64", scope="local")
         first = T.alloc_buffer((1,), "int64", scope="local")
         for e in range(P[F.EXPERTS] + 1):
@@ -47,14 +50,14 @@ def tiles(ids_dtype: str) -> tirx.PrimFunc:
             n: T.let = T.Cast("int64", C[e + T.int64(1)])
             parts: T.let = (n + P[F.ROW_BLOCK] - T.int64(1)) // P[F.ROW_BLOCK]
             for i in range(parts):
-                r0: T.let = n * i // parts
-                r1: T.let = n * (i + T.int64(1)) // parts
+                r0: T.let = first_row(kernel, n, i, parts)
+                r1: T.let = first_row(kernel, n, i + T.int64(1), parts)
                 B[made[0]] = T.Cast("int32", e)
                 B[P[F.BLOCKS_MAX] + made[0]] = T.Cast("int32", first[0] + r0)
                 B[2 * P[F.BLOCKS_MAX] + made[0]] = T.Cast("int32", r1 - r0)
                 made[0] = made[0] + T.int64(1)
             C[e] = T.Cast("int32", first[0])
-            first[0] = first[0] + n
+            first[0] = first[0] + (n + T.int64(group - 1)) // T.int64(group) * T.int64(group)
         if made[0] == T.int64(0):  # every slot skipped: one empty block, so that the output is still written
             B[0] = 0
             B[P[F.BLOCKS_MAX]] = 0
@@ -65,16 +68,14 @@ def tiles(ids_dtype: str) -> tirx.PrimFunc:
                 s: T.let = t * P[F.TOP_K] + j
                 e: T.let = T.Cast("int64", I[s])
                 if e >= T.int64(0) and e < P[F.EXPERTS]:
+                    X[s] = T.Cast("int32", e)
                     S[s] = C[e]
                     R[T.Cast("int64", C[e])] = T.Cast("int32", t)
                     C[e] = C[e] + 1
                 else:
                     S[s] = -1
-            X[t] = T.if_then_else(on_input != T.int64(0), W[t * P[F.TOP_K]], T.float32(1))
         for i in range(P[F.ROW_BLOCK]):
             A[i] = T.Cast("int32", i)
-        for i in range(T.max(P[F.ROW_BLOCK], P[F.TOKENS])):
-            O[i] = T.float32(1)
         for i in range(SYNC_BLOCKS + 2 * P[F.BLOCKS_MAX] + 2 * P[F.ITEMS2]):
             Y[i] = T.int64(0)
         Y[SYNC_BLOCK_COUNT] = made[0]

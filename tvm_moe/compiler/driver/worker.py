@@ -54,7 +54,7 @@ def worker(kernel: MicroKernel) -> tirx.PrimFunc:
             ticket[0] = ticket[1]
             ticket[1] = T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_TICKET]), T.int64(1)) - T.int64(1)
             if ticket[0] < prepares:
-                prepare_item(ticket[0], x, x_code, plan, scratch, T.handle_add_byte_offset(scratch, P[F.AT_X]))
+                prepare_item(ticket[0], x, x_code, weights, plan, scratch, T.handle_add_byte_offset(scratch, P[F.AT_X]))
                 T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[SYNC_PREPARED]), T.int64(1)))
             elif ticket[0] < down_from:
                 b: T.let = (ticket[0] - prepares) // P[F.ITEMS13]
@@ -93,7 +93,7 @@ def worker(kernel: MicroKernel) -> tirx.PrimFunc:
                                 T.call_extern("int32", "moe_wait", T.address_of(Y[combined + j - P[F.RING_Y]]), parts)
                             )
                         next_first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + T.min(next_b, n_blocks - T.int64(1))])
-                        down_item(th, j, b, next_at[0], next_first, plan, scratch, blocks)
+                        down_item(j, b, next_at[0], next_first, plan, scratch, blocks)
                         T.evaluate(T.call_extern("int64", "moe_add", T.address_of(Y[group_count + j]), T.int64(1)))
                 elif j >= lag:
                     T.evaluate(T.call_extern("int32", "moe_wait", T.address_of(Y[group_count + j - lag]), n_blocks))
@@ -122,21 +122,17 @@ def entry() -> tirx.PrimFunc:
         scratch: T.let = T.handle_add_byte_offset(plan, scratch_at - P[F.SELF])
         blocks: T.let = T.handle_add_byte_offset(scratch, P[F.AT_BLOCKS])
         sync: T.let = T.handle_add_byte_offset(scratch, P[F.AT_SYNC])
-        ones: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ONES])
         count: T.let = T.handle_add_byte_offset(scratch, P[F.AT_COUNT])
         rows: T.let = T.handle_add_byte_offset(scratch, P[F.AT_ROWS])
+        expert: T.let = T.handle_add_byte_offset(scratch, P[F.AT_EXPERT])
         position: T.let = T.handle_add_byte_offset(scratch, P[F.AT_POSITION])
         iota: T.let = T.handle_add_byte_offset(scratch, P[F.AT_IOTA])
-        factor: T.let = T.handle_add_byte_offset(scratch, P[F.AT_FACTOR])
         if P[F.IDS_WIDE] != T.int64(0):
-            tiles_int64(ids, plan, weights, P[F.ON_INPUT], count, rows, position, blocks, sync, iota, factor, ones)
+            tiles_int64(ids, plan, count, rows, expert, position, blocks, sync, iota)
         else:
-            tiles_int32(ids, plan, weights, P[F.ON_INPUT], count, rows, position, blocks, sync, iota, factor, ones)
+            tiles_int32(ids, plan, count, rows, expert, position, blocks, sync, iota)
         T.evaluate(T.call_extern("int32", "moe_set_threads", T.Cast("int32", P[F.THREADS])))
         for th in T.parallel(P[F.THREADS]):
-            if P[F.ON_INPUT] != T.int64(0):
-                worker(th, x, out, ones, scratch, plan, sync, blocks)
-            else:
-                worker(th, x, out, weights, scratch, plan, sync, blocks)
+            worker(th, x, out, weights, scratch, plan, sync, blocks)
 
     return moe

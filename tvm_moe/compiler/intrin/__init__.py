@@ -3,8 +3,9 @@
 A family module offers ``LANES``, the columns one instruction serves, ``tensor_intrin() -> str``, which registers its
 description and implementation once and returns the name to tensorize with, and ``llvm_ir(mcpu) -> str``: LLVM text the
 kernel imports ("" where none is needed). Where an operand is widened and then takes more than one register, ``HELD`` says how
-many; where the sums of LANES columns do, ``REGISTERS``. Where threads must set registers up first, ``THREAD`` says how. `dot`
-makes the description and implementation; `tiles` those of AMX, of which there is one for each row count.
+many; where the sums of LANES columns do, ``REGISTERS``. Where threads must set registers up first, ``THREAD`` says how. Where
+the CPUs round f32 to bf16 by an instruction, ``round_to_bf16(value)`` does. `dot` makes the description and implementation;
+`tiles` those of AMX, of which there is one for each row count.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ from functools import cache
 
 from tvm import tirx
 
-from . import stream
+from . import bfcvt, stream
 from .dot import pairs
 
 LANES = 2
+round_to_bf16 = bfcvt.round_to_bf16
 FUNCTION = "moe_bfmmla"
 
 
@@ -29,6 +30,7 @@ def tensor_intrin() -> str:
 def llvm_ir(mcpu: str) -> str:
     return (
         stream.llvm_ir(mcpu)
+        + bfcvt.llvm_ir(mcpu)
         + f"""
 declare <4 x float> @llvm.aarch64.neon.bfmmla(<4 x float>, <8 x bfloat>, <8 x bfloat>)
 define <4 x float> @{FUNCTION}(<4 x float> %c, <4 x i32> %a, <4 x i32> %b) #0 {{

@@ -6,10 +6,11 @@ from functools import cache
 
 from tvm import tirx
 
-from . import stream
+from . import bfcvt, stream
 from .dot import pairs
 
 LANES = 2
+round_to_bf16 = bfcvt.round_to_bf16
 
 
 def multiply(sums: tirx.PrimExpr, rows: tirx.PrimExpr, columns: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -22,4 +23,4 @@ def tensor_intrin() -> str:
 
 
 def llvm_ir(mcpu: str) -> str:
-    return stream.llvm_ir(mcpu)
+    return stream.llvm_ir(mcpu) + bfcvt.llvm_ir(mcpu)
