@@ -1,4 +1,4 @@
-"""Run by `test_x86_emulated`: AMX layers on a CPU without AMX, its instructions emulated; what was executed goes to stdout."""
+"""Run by `test_x86_emulated`: AMX layers, the instructions emulated; what was executed goes to stdout."""
 
 from __future__ import annotations
 

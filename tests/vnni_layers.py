@@ -1,4 +1,4 @@
-"""Run by `test_x86_emulated`: layers on a level whose instruction this CPU lacks, emulated; what was executed goes to stdout."""
+"""Run by `test_x86_emulated`: layers on a level that this CPU lacks, emulated; what was executed goes to stdout."""
 
 from __future__ import annotations
 
