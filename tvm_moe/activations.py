@@ -20,17 +20,13 @@ class Activation:
     alpha: float | None = None
     limit: float | None = None
     needs_limit: bool = False
-
-    @property
-    def limits(self) -> tuple[bool, ...]:
-        """Without a limit, with one: which of both there is."""
-        return (True,) if self.needs_limit or self.limit else (False, True) if self.takes_limit else (False,)
+    plain: bool = False  # has a compiled form for layers without limit and bias, besides the one for all
 
 
 ACTIVATIONS = {
     a.name: a
     for a in (
-        Activation("silu", 0, takes_limit=True),
+        Activation("silu", 0, takes_limit=True, plain=True),
         Activation("gelu", 1),
         Activation("gelu_tanh", 2),
         Activation("swigluoai", 3, takes_alpha=True, takes_limit=True, alpha=1.702, limit=7.0),
@@ -39,14 +35,8 @@ ACTIVATIONS = {
     )
 }
 LINEAR = Activation("linear", 6, gated=False)  # what `pack_linear` makes has no gate/up projections to activate
-# Added to an activation's code: what the compiled form of it clamps and adds.
-LIMITED, BIASED = 8, 16
-FORMS = {
-    a.code + LIMITED * limited + BIASED * biased: (a, limited, biased)
-    for a in ACTIVATIONS.values()
-    for limited in a.limits
-    for biased in (False, True)
-}
+PLAIN = 8  # added to the code of an activation: its plain form
+FORMS = {a.code + PLAIN * plain: (a, plain) for a in ACTIVATIONS.values() for plain in sorted({False, a.plain})}
 ALIASES = {"gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
 
 
@@ -66,9 +56,9 @@ class ActivationSpec:
     def gated(self) -> bool:
         return self.kind.gated
 
-    @property
-    def code(self) -> int:
-        return self.kind.code + LIMITED * (self.limit < math.inf)
+    def form(self, biased: bool) -> int:
+        """The code of the compiled form for a layer."""
+        return self.kind.code + PLAIN * (self.kind.plain and self.limit == math.inf and not biased)
 
 
 NONE = ActivationSpec(LINEAR, 1.0, math.inf)

@@ -180,7 +180,7 @@ class Layer:
         p.values[F.SELF] = own
         p.values[F.FROM_W13 : F.FROM_BIAS2 + 1] = array("q", (a - own for a in self._addresses))
         bits = array("i", array("f", (spec.alpha, spec.limit)).tobytes())
-        p.values[F.ACTIVATION :] = array("q", (spec.code, *bits, x_code, ids_wide, on_input))
+        p.values[F.ACTIVATION :] = array("q", (spec.form(self.sizes.bias13), *bits, x_code, ids_wide, on_input))
 
     @cached_property
     def module(self) -> Module:

@@ -170,11 +170,11 @@ def continue_sum(func: tirx.PrimFunc, start: Any, stride: tirx.Var) -> tirx.Prim
     return func.with_body(tvm_ffi.structural_map(func.body, (SBlock, seed)))
 
 
-def epilogue_gate_up(kernel: MicroKernel, activation: Activation, limited: bool, biased: bool) -> tirx.PrimFunc:
+def epilogue_gate_up(kernel: MicroKernel, activation: Activation, plain: bool) -> tirx.PrimFunc:
     """(acc [R, NR], x_scale, rows, w_scale [NR], bias [NR], alpha, limit, out [R, H]) with H = NR / 2 (NR without gate).
 
     ``out = act(gate, up)`` of f32(acc) * (x_scale * w_scale) + bias: f32 for INT8 (it is quantized per row later), bf16 for
-    BF16, which ignores the scales. Without a limit or a bias, theirs are not read.
+    BF16, which ignores the scales. ``plain``: without limit and bias.
     """
     columns = kernel.NR // 2 if activation.gated else kernel.NR
     alpha, limit = te.var("alpha", "float32"), te.var("limit", "float32")
@@ -188,12 +188,12 @@ def epilogue_gate_up(kernel: MicroKernel, activation: Activation, limited: bool,
         total = acc(r, n)
         if kernel.dtype == "int8":
             total = total.astype("float32") * (x_scale[rows[r].astype("int64")] * w_scale[n])
-        return total + bias[n] if biased else total
+        return total if plain else total + bias[n]
 
     def act(r: tirx.Var, i: tirx.Var) -> tirx.PrimExpr:
         g = value(r, i)
         u = value(r, i + columns) if activation.gated else g
-        result = activate(activation.name, g, u, alpha, limit if limited else None)
+        result = activate(activation.name, g, u, alpha, None if plain else limit)
         return to_bf16(kernel, result) if kernel.dtype == "bf16" else result
 
     out = te.compute((acc.shape[0], columns), act, name="out")

@@ -6,7 +6,6 @@ from tvm import tirx
 from tvm.ir import GlobalVar
 from tvm.script import tirx as T
 
-from ...activations import BIASED
 from ...kernels import MicroKernel
 from .. import intrin
 from ..compute import adds_last
@@ -265,8 +264,7 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
                 P[F.K13] * T.int64(panel_bytes) * (soon - at), T.int64(0), T.int64(0),
             )  # fmt: skip
             activate(
-                P[F.ACTIVATION] + T.Cast("int64", P[F.BIAS13_STRIDE] != T.int64(0)) * T.int64(BIASED),
-                acc, T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE]), rows,
+                P[F.ACTIVATION], acc, T.handle_add_byte_offset(scratch, P[F.AT_X_SCALE]), rows,
                 T.handle_add_byte_offset(scale13, at * T.int64(NR * 4)),
                 T.handle_add_byte_offset(bias13, at * P[F.BIAS13_STRIDE] * T.int64(4)),
                 alpha, limit, T.handle_add_byte_offset(h, p * P[F.HALF] * T.int64(out_size)),
