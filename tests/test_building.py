@@ -57,6 +57,15 @@ def test_building_takes_from_the_cache_what_is_whole(built, places, tmp_path, mo
     modules.build_all(tmp_path / "out", None, None, lambda path: None)
     assert made == []
     assert (tmp_path / "out" / NAME).read_bytes() == (built / NAME).read_bytes()
+    whole = modules._checked
+
+    def unreadable(path, kernel):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(modules, "_checked", unreadable)
+    modules.build_all(tmp_path / "out", None, None, lambda path: None)
+    assert made.pop() == tmp_path / "out" / NAME
+    monkeypatch.setattr(modules, "_checked", whole)
     (places[2] / NAME).write_bytes(b"damaged")
     modules.build_all(tmp_path / "out", None, None, lambda path: None)
     assert made == [tmp_path / "out" / NAME]

@@ -103,6 +103,12 @@ def test_replaced_buffers_serve_from_then_on(case):
             assert torch.equal(ours(*call), expected)
     assert torch.equal(torch.func.functional_call(ours, dict(theirs.named_buffers()), call), second)
     assert torch.equal(ours(*call), first)
+    ours.w13 = ours.w13[:1]
+    with pytest.raises(MoEError, match="tensor w13 is"):
+        ours(*call)
+    del ours.w13
+    with pytest.raises(MoEError, match="have lost their buffer 'w13'"):
+        ours(*call)
 
 
 def test_no_parameters_to_train(block):

@@ -19,6 +19,7 @@ import torch
 
 from tests.helpers import make_case
 from tests.parallel_cases import CASES
+from tests.parallel_tools import near, order_bound
 from tvm_moe import MoEError, fused_moe
 from tvm_moe.bench import parallel as bench
 from tvm_moe.models import LayerShape
@@ -96,7 +97,7 @@ def test_benchmark():
 @pytest.mark.parametrize("tokens", [1, 64, 150])
 @pytest.mark.parametrize("skips", [False, True])
 def test_slots_are_combined_as_by_a_kernel(tokens, skips):
-    """In blocks of tokens, from results in any order."""
+    """In blocks of tokens, from results in any order; a kernel fuses the product with the sum."""
     case = make_case(T=tokens, E=5, k=3, x_dtype=torch.float32)
     if skips:
         case.ids[::2, 1] = -1
@@ -104,4 +105,4 @@ def test_slots_are_combined_as_by_a_kernel(tokens, skips):
     slots = torch.randperm(3 * tokens)
     slots = slots[case.ids.flatten()[slots] >= 0]
     results = fused_moe(case.x[slots // 3], packed, torch.ones(len(slots), 1), case.ids.flatten()[slots, None])
-    assert torch.equal(rows.combined(results, slots, case.weights), case.run(packed))
+    near(rows.combined(results, slots, case.weights), case.run(packed), order_bound(case, 1))

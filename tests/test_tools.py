@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 
+import pytest
 from typer.testing import CliRunner
 
 import tvm_moe
 from tests.helpers import make_case
-from tvm_moe import cli, isa, kernels, manifest, modules
+from tvm_moe import ModuleError, cli, isa, kernels, manifest, modules
+from tvm_moe import verify as verification
 from tvm_moe.activations import ACTIVATIONS
 from tvm_moe.compiler import build, mathfn
 
@@ -109,3 +111,26 @@ def test_explain_about_experts(kernel, monkeypatch):
 def test_explain_where_modules_cannot_be_found(monkeypatch, tmp_path):
     monkeypatch.setenv(modules.ENVIRONMENT, str(tmp_path / "absent"))
     assert "absent is no folder" in tvm_moe.explain()
+
+
+def test_verify_skips_levels_of_a_folder_that_this_cpu_lacks(built, tmp_path, monkeypatch):
+    """But a file that is named is to be verified, or an error; so is a folder with nothing for this CPU."""
+    foreign = kernels.find("amx", "int8")
+    monkeypatch.setattr(isa, "features", lambda: frozenset())
+    for path in built.glob("*"):
+        shutil.copy(path, tmp_path)
+    stranger = tmp_path / modules.filename(foreign, "x86_64")
+    stranger.write_bytes(b"")
+    stranger.with_suffix(".json").write_text(json.dumps({"kernel": foreign.name}))
+    said = []
+    found = verification.module_files([tmp_path], said.append)
+    assert stranger not in found
+    assert len(found) == 2
+    assert len(said) == 1
+    assert said[0].startswith(f"{stranger.name}: ")
+    assert verification.module_files([stranger], said.append) == [stranger]
+    for path in found:
+        path.unlink()
+    (tmp_path / modules.filename(None, isa.machine())).unlink()
+    with pytest.raises(ModuleError, match="no kernel modules for this CPU in"):
+        verification.module_files([tmp_path], said.append)

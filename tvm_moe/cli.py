@@ -174,7 +174,7 @@ def verify(
     from . import verify as verification
 
     rows = []
-    for file in verification.module_files(files):
+    for file in verification.module_files(files, lambda why: typer.echo(f"skip {why}", err=True)):
         for c in verification.verify(file):
             mark = "ok  " if c.passed else "FAIL"
             typer.echo(f"{mark} {file.name}: {c.what}: error {c.error:.3g}, bound {c.bound:.3g}", err=True)

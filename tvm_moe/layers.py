@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,10 @@ class Experts(nn.Module):
 
     def tensors(self) -> list[Tensor]:
         held = self._buffers  # `getattr` of a module takes a microsecond each
-        return [held[name] for name in ARRAYS]  # type: ignore[misc]
+        try:
+            return [held[name] for name in ARRAYS]  # type: ignore[misc]
+        except KeyError as lost:
+            raise MoEError(f"these experts have lost their buffer {lost}; pack the weights again") from None
 
     def forward(
         self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, apply_router_weight_on_input: bool = False
@@ -63,11 +67,12 @@ class Experts(nn.Module):
 
     def serving(self) -> PackedExperts:
         """What the operator finds for these tensors. They are held with it: their addresses stay theirs alone."""
-        at = [*map(Tensor.data_ptr, self._buffers.values())]  # type: ignore[arg-type]
-        if self._serving is None or self._serving[0] != at:
-            tensors = self.tensors()
-            self._serving = at, tensors, ops.packed_experts(tensors, self.description)
-        return self._serving[2]
+        tensors = self.tensors()
+        at = [*map(Tensor.data_ptr, tensors)]
+        known = self._serving
+        if known is None or known[0] != at or not all(map(is_, known[1], tensors)):
+            known = self._serving = at, tensors, ops.packed_experts(tensors, self.description)
+        return known[2]
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what serves is found again."""

@@ -160,16 +160,16 @@ def build_all(
 
 def copied(path: Path, kernel: MicroKernel | None) -> bool:
     """Whether the cache had this file, whole and of these sources, and gave it to ``path``."""
-    found = cache_folder() / path.name
-    try:
-        _checked(found, kernel)
-    except ModuleError:
-        return False
+    suffixes = ".so", ".json"
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as work:
-        for suffix in (".so", ".json"):  # renamed: no one sees half a file
-            made = shutil.copyfile(found.with_suffix(suffix), Path(work) / f"module{suffix}")
-            made.chmod(0o644)
-            made.replace(path.with_suffix(suffix))
+        try:
+            found = _checked(cache_folder() / path.name, kernel)
+            made = [shutil.copyfile(found.with_suffix(suffix), Path(work, f"module{suffix}")) for suffix in suffixes]
+        except (ModuleError, OSError):  # none, damaged, not ours to read, or removed meanwhile
+            return False
+        for file, suffix in zip(made, suffixes, strict=True):  # renamed: no one sees half a file
+            file.chmod(0o644)
+            file.replace(path.with_suffix(suffix))
     return True
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,28 +20,49 @@ from .runtime import Module
 LAYER_BOUND = 2.0**-7
 
 
-def module_files(paths: Iterable[Path]) -> list[Path]:
-    """The module files named, and those in the folders named; the helper that reads CPUID has no kernels to verify."""
-    found = [file for path in paths for file in (sorted(path.glob("*.so")) if path.is_dir() else [path])]
+def module_files(paths: Iterable[Path], skip: Callable[[str], object]) -> list[Path]:
+    """The module files named, and those in the folders named that this CPU executes; ``skip`` is told of the others.
+
+    The helper that reads CPUID has no kernels to verify.
+    """
+    found = []
+    for path in paths:
+        inside = sorted(path.glob("*.so")) if path.is_dir() else []
+        foreign = {file: reason for file in inside if (reason := lack(file))}
+        for file, reason in foreign.items():
+            skip(f"{file.name}: {reason}")
+        found += [file for file in inside if file not in foreign] if path.is_dir() else [path]
     if not found:
-        raise ModuleError(f"no kernel modules in {', '.join(map(str, paths))}; tvm-moe build --out DIR writes some")
+        raise ModuleError(
+            f"no kernel modules for this CPU in {', '.join(map(str, paths))}; tvm-moe build --out DIR writes some"
+        )
     return [file for file in found if not file.stem.endswith("-cpu")] or found
+
+
+def named_kernel(path: Path) -> tuple[str, MicroKernel | None]:
+    """What the manifest beside a module file calls its kernel, and the row of that name."""
+    try:
+        name = json.loads(path.with_suffix(".json").read_text())["kernel"]
+    except (OSError, ValueError, KeyError, TypeError):
+        name = ""
+    return name, kernels.by_name(name)
+
+
+def lack(path: Path) -> str:
+    """Why this CPU does not execute a module; "" where it does, or where opening it will say what is wrong."""
+    _, kernel = named_kernel(path)
+    return isa.executable(kernel)[1] if kernel else ""
 
 
 def open_module(path: Path) -> tuple[Module, MicroKernel]:
     """The module of a file and its row, if the file is whole and this CPU executes it."""
     if path.suffix != ".so":
         raise ModuleError(f"{path} is no module file; expected a .so file, its manifest beside it")
-    try:
-        name = json.loads(path.with_suffix(".json").read_text())["kernel"]
-    except (OSError, ValueError, KeyError, TypeError):
-        name = ""
-    kernel = kernels.by_name(name)
+    name, kernel = named_kernel(path)
     manifest.check(path, kernel)
     if kernel is None:
         raise ModuleError(f"{path} holds kernel {name!r}; expected one of {[k.name for k in kernels.TABLE]}")
-    runs, reason = isa.executable(kernel)
-    if not runs:
+    if reason := isa.executable(kernel)[1]:
         raise ModuleError(f"{path} cannot be verified here: {reason}")
     return Module(path), kernel
 

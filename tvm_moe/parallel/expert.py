@@ -25,7 +25,7 @@ class ExpertParallelMoE(nn.Module):
 
     ``exchange`` (`EXCHANGES`):
         "all_to_all": tokens go to the ranks that hold a chosen expert, and a result of every slot comes back, to be summed
-            in slot order: bit for bit what one process with all experts gives.
+            in slot order: what one process with all experts gives, but for a rounding of each slot, which kernels fuse.
         "all_reduce": tokens go to all ranks, and the sum over each rank's experts comes back, to be added in rank order: less
             traffic as long as there are no more ranks than k.
         "replicated": every rank calls with the same tokens and gets their results, by one all_reduce.

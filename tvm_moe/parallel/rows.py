@@ -27,8 +27,8 @@ def parted(rows: Tensor, *columns: tuple[int, torch.dtype]) -> list[Tensor]:
 
 
 def combined(results: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-    """f32 [T, H]: ``sum_j weights[t, j] * results[i]``, slots[i] = t * k + j, as the kernels sum: in slot order, each
-    product rounded, then added.
+    """f32 [T, H]: ``sum_j weights[t, j] * results[i]``, slots[i] = t * k + j, in slot order as the kernels sum. Each product
+    is rounded; theirs are not, so that the last bits may differ.
 
     results: f32 [S, H]; slots: int64 [S], without those that were skipped; weights: f32 [T, k].
     """
