@@ -27,7 +27,7 @@ def module_files(paths: Iterable[Path], skip: Callable[[str], object]) -> list[P
     """
     found = []
     for path in paths:
-        inside = sorted(path.glob("*.so")) if path.is_dir() else []
+        inside = sorted(set(path.glob("*.so")) - set(path.glob("*-cpu.so")))
         foreign = {file: reason for file in inside if (reason := lack(file))}
         for file, reason in foreign.items():
             skip(f"{file.name}: {reason}")
@@ -36,7 +36,7 @@ def module_files(paths: Iterable[Path], skip: Callable[[str], object]) -> list[P
         raise ModuleError(
             f"no kernel modules for this CPU in {', '.join(map(str, paths))}; tvm-moe build --out DIR writes some"
         )
-    return [file for file in found if not file.stem.endswith("-cpu")] or found
+    return found
 
 
 def named_kernel(path: Path) -> tuple[str, MicroKernel | None]:
