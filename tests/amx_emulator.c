@@ -1,19 +1,14 @@
 /* Executes AMX (tiles, INT8 and BF16 products) for a CPU that has none: a SIGILL handler that does to the interrupted thread's
    tiles what the instruction would have done, checks what the hardware checks, counts, and steps over it. What hardware
    refuses, an unconfigured tile or shapes that do not fit, ends the process, as there.
-   Formats: Intel SDM 2, "LDTILECFG" to "TILEZERO", "TDPB[SU,US,UU,SS]D", "TDPBF16PS"; 2.3 (VEX prefix); SDM 1, 18 (AMX). */
-#define _GNU_SOURCE
+   Formats: Intel SDM 2, "LDTILECFG" to "TILEZERO", "TDPB[SU,US,UU,SS]D", "TDPBF16PS"; SDM 1, 18 (AMX). */
+#include "sigill.h"
+
 #include <math.h>
-#include <signal.h>
-#include <stdint.h>
 #include <stdio.h>
-#include <string.h>
-#include <ucontext.h>
 
 enum { TILES = 8, ROWS = 16, ROW_BYTES = 64 };
 enum { CONFIGURED, RELEASED, ZEROED, LOADED, STORED, INT8, BF16, KINDS };
-static const int GENERAL[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
-                                REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
 struct config {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
@@ -30,43 +25,6 @@ static int refuse(const char *why) {
 
 static int executed(int kind) {
   __atomic_add_fetch(&counts[kind], 1, __ATOMIC_RELAXED);
-  return 1;
-}
-
-/* The operands of a VEX instruction (0F38 map) with its ModRM byte at code[4]. */
-struct operands {
-  int prefix, reg, rm, vvvv, memory, has_index, length;
-  int64_t base, index; /* of a memory operand, displacement and scale included */
-};
-
-static int decode(const uint8_t *code, const greg_t *general, struct operands *o) {
-  int x = !(code[1] >> 6 & 1), b = !(code[1] >> 5 & 1), mod = code[4] >> 6, rm = code[4] & 7, at = 5;
-  if (code[0] != 0xC4 || (code[1] & 31) != 2 || code[2] >> 7 || (code[2] >> 2 & 1)) return 0; /* W 0, L 0 */
-  *o = (struct operands){.prefix = code[2] & 3, .vvvv = ~(code[2] >> 3) & 15, .memory = mod != 3};
-  o->reg = (code[4] >> 3 & 7) | !(code[1] >> 7) << 3;
-  o->rm = rm | b << 3;
-  if (o->memory) {
-    int base = o->rm, has_base = 1;
-    if (rm == 4) {
-      int sib = code[at++], index = (sib >> 3 & 7) | x << 3;
-      base = (sib & 7) | b << 3;
-      has_base = !((sib & 7) == 5 && mod == 0);
-      o->has_index = index != 4;
-      if (o->has_index) o->index = (int64_t)((uint64_t)general[GENERAL[index]] << (sib >> 6));
-    } else if (rm == 5 && mod == 0) {
-      has_base = 0;
-    }
-    int32_t far = 0;
-    if (mod == 1) {
-      far = (int8_t)code[at++];
-    } else if (mod == 2 || !has_base) {
-      memcpy(&far, code + at, 4);
-      at += 4;
-    }
-    o->base = far + (has_base ? general[GENERAL[base]] : 0);
-    if (rm == 5 && mod == 0) o->base += (int64_t)(code + at); /* relative to the next instruction */
-  }
-  o->length = at;
   return 1;
 }
 
@@ -167,7 +125,7 @@ static int emulate(ucontext_t *context) {
   const uint8_t *code = (const uint8_t *)general[REG_RIP];
   struct operands o;
   int done = 0, opcode = code[3], sib = (code[4] & 7) == 4;
-  if (!decode(code, general, &o)) return 0;
+  if (!decode(code, general, &o) || o.wide) return 0;
   if (opcode == 0x49 && o.prefix == 0 && o.memory) {
     done = configure((const struct config *)(o.base + o.index));
   } else if (opcode == 0x49 && o.prefix == 0 && code[4] == 0xC0) {
@@ -188,13 +146,6 @@ static int emulate(ucontext_t *context) {
   return done;
 }
 
-static void handle(int number, siginfo_t *info, void *context) {
-  if (!emulate(context)) signal(SIGILL, SIG_DFL); /* met again, it ends the process */
-}
-
-int amx_install(void) {
-  struct sigaction action = {.sa_sigaction = handle, .sa_flags = SA_SIGINFO | SA_NODEFER};
-  return sigaction(SIGILL, &action, 0);
-}
+int amx_install(void) { return install(); }
 
 uint64_t amx_count(int kind) { return counts[kind]; }

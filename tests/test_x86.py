@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.processes import said
 from tvm_moe import demo, isa, kernels, modules
 
 QEMU = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
-ROOT = Path(__file__).parent.parent
 # No Skylake-X: qemu 7.2 translates no AVX-512, and its -cpu Skylake-Server shows none; CPUs that have it run the level in
 # all tests that take a `kernel`.
 CPUS = {"Haswell": {"int8": "avx2", "bf16": "avx2"}, "Nehalem": {"int8": "generic", "bf16": "generic"}}
@@ -28,12 +24,7 @@ def emulated(cpu, *command):
         pytest.skip("qemu-x86_64 is not installed (Debian: apt-get install qemu-user)")
     for dtype, level in CPUS[cpu].items():
         modules.find(kernels.find(level, dtype))
-    done = subprocess.run(
-        [QEMU, "-cpu", cpu, sys.executable, "-W", "ignore", "-m", *map(str, command)],
-        cwd=ROOT, env=os.environ | {"TVM_MOE_ISA": "", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return said(*command, under=(QEMU, "-cpu", cpu))
 
 
 @pytest.mark.parametrize("cpu", CPUS)
@@ -54,6 +45,6 @@ def test_the_main_job_on_an_older_cpu(cpu, dtype, checkpoints, tmp_path):
     """From the command to the report: the CPU's own level served, and well enough to pass."""
     report = tmp_path / "report.json"
     emulated(cpu, "tvm_moe", "run", checkpoints[dtype], "--layers", "0", "--tokens", "9", "--json", report)
-    said = json.loads(report.read_text())
-    assert said["passed"]
-    assert [(layer["dtype"], layer["isa"]) for layer in said["layers"]] == [(dtype, CPUS[cpu][dtype])]
+    written = json.loads(report.read_text())
+    assert written["passed"]
+    assert [(layer["dtype"], layer["isa"]) for layer in written["layers"]] == [(dtype, CPUS[cpu][dtype])]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import vnni_layers
+from tests.processes import ROOT, said
 from tvm_moe import PackedExperts, UnsupportedISAError, isa, kernels, modules
-
-ROOT = Path(__file__).parent.parent
 
 
 def emulator(source, folder):
@@ -37,12 +33,7 @@ def emulated(script, emulated_features, kernel_rows, *arguments):
         if isa.executable(kernel)[0]:
             pytest.skip(f"this CPU executes {kernel.isa} itself: test_layer runs it")
         modules.find(kernel)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", script, *arguments],
-        cwd=ROOT, env=os.environ | {"TVM_MOE_ISA": "", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(said(script, *arguments).splitlines()[-1])
 
 
 @pytest.mark.parametrize(("level", "which"), [("avxvnni", 0), ("avxvnniint8", 1)])

@@ -35,8 +35,7 @@ LIBRARY.define(
 LIBRARY.define("no_gradient(Tensor gradient, Tensor like) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 _layers: dict[tuple[Any, ...], PackedExperts] = {}
-# Looked up once: what a recorded call adds to the call itself is some ten microseconds.
-DATA_PTR, NBYTES, IS_CONTIGUOUS = Tensor.data_ptr, Tensor.nbytes.__get__, Tensor.is_contiguous  # type: ignore[attr-defined]
+NBYTES = Tensor.nbytes.__get__  # type: ignore[attr-defined]
 
 
 def tensors(experts: PackedExperts) -> list[Tensor]:
@@ -49,9 +48,9 @@ def packed_experts(packed: list[Tensor], layer: str) -> PackedExperts:
 
     An entry whose tensors are gone stays true: whatever lies at the same addresses later, described alike, is read alike.
     """
-    key = (layer, *map(DATA_PTR, packed), *map(NBYTES, packed))
+    key = (layer, *map(Tensor.data_ptr, packed), *map(NBYTES, packed))
     found = _layers.get(key)
-    if found is None or not all(map(IS_CONTIGUOUS, packed)):
+    if found is None or not all(map(Tensor.is_contiguous, packed)):
         if len(_layers) >= LAYERS:
             _layers.clear()
         found = _layers[key] = assembled(packed, layer)
@@ -173,7 +172,7 @@ def autograd_fused_moe(
     keys: Any, x: Tensor, packed: list[Tensor], layer: str, weights: Tensor, ids: Tensor, on_input: bool = False
 ) -> Tensor:
     """Straight to the call where it is known: torch's own registration would cost six microseconds more."""
-    if (forward_ad._current_level >= 0 or torch.is_grad_enabled()) and wants_gradient(x, weights):
+    if wants_gradient(x, weights):
         run = partial(below_autograd, FUSED_MOE, keys, x, packed, layer, weights, ids, on_input)
         return NoBackward.apply(run, x, weights)
     if type(x) is Tensor and x.is_cpu:

@@ -27,11 +27,14 @@ def module_files(paths: Iterable[Path], skip: Callable[[str], object]) -> list[P
     """
     found = []
     for path in paths:
-        inside = sorted(set(path.glob("*.so")) - set(path.glob("*-cpu.so")))
-        foreign = {file: reason for file in inside if (reason := lack(file))}
-        for file, reason in foreign.items():
-            skip(f"{file.name}: {reason}")
-        found += [file for file in inside if file not in foreign] if path.is_dir() else [path]
+        if not path.is_dir():
+            found.append(path)
+            continue
+        for file in sorted(set(path.glob("*.so")) - set(path.glob("*-cpu.so"))):
+            if reason := lack(file):
+                skip(f"{file.name}: {reason}")
+            else:
+                found.append(file)
     if not found:
         raise ModuleError(
             f"no kernel modules for this CPU in {', '.join(map(str, paths))}; tvm-moe build --out DIR writes some"
