@@ -23,7 +23,7 @@ def first_row(kernel: MicroKernel, n: tirx.PrimExpr, i: tirx.PrimExpr, tiles: ti
 
 def loose(kernel: MicroKernel, n: tirx.PrimExpr) -> tirx.PrimExpr:
     """Whether a block of ``n`` rows is not interleaved: a row alone lies so anyway, and few rows may be gathered."""
-    return n <= kernel.few.MR if kernel.few else n == 1
+    return n <= kernel.loose
 
 
 def filled(kernel: MicroKernel, rows: tirx.PrimExpr) -> tirx.PrimExpr:
