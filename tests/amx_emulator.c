@@ -8,7 +8,7 @@
 #include <stdio.h>
 
 enum { TILES = 8, ROWS = 16, ROW_BYTES = 64 };
-enum { CONFIGURED, RELEASED, ZEROED, LOADED, STORED, INT8, BF16, KINDS };
+enum { CONFIGURED, RESHAPED, RELEASED, ZEROED, LOADED, STORED, INT8, BF16, ROWS_MULTIPLIED, KINDS };
 struct config {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
@@ -23,8 +23,10 @@ static int refuse(const char *why) {
   return 0;
 }
 
+static void count(int kind, int n) { __atomic_add_fetch(&counts[kind], (uint64_t)n, __ATOMIC_RELAXED); }
+
 static int executed(int kind) {
-  __atomic_add_fetch(&counts[kind], 1, __ATOMIC_RELAXED);
+  count(kind, 1);
   return 1;
 }
 
@@ -45,10 +47,10 @@ static int configure(const struct config *given) {
     if (i >= TILES && c.rows[i]) return refuse("ldtilecfg: there are eight tiles");
     if (c.row_bytes[i] % 4) return refuse("ldtilecfg: rows are whole elements");
   }
-  if (config.palette) return refuse("ldtilecfg: this thread has not released its tiles");
+  int kind = config.palette ? RESHAPED : CONFIGURED;
   config = c;
   memset(tile, 0, sizeof tile);
-  return executed(CONFIGURED);
+  return executed(kind);
 }
 
 static int move(const struct operands *o) {
@@ -91,6 +93,7 @@ static int multiply_int8(int prefix, int c, int a, int b) {
     }
     memcpy(tile[c][m], sums, config.row_bytes[c]);
   }
+  count(ROWS_MULTIPLIED, config.rows[c]);
   return executed(INT8);
 }
 
@@ -117,6 +120,7 @@ static int multiply_bf16(int c, int a, int b) {
       sum = flushed(flushed(sum) + flushed(apart[0] + apart[1]));
       memcpy(tile[c][m] + 4 * n, &sum, 4);
     }
+  count(ROWS_MULTIPLIED, config.rows[c]);
   return executed(BF16);
 }
 

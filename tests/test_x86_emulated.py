@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests import vnni_layers
+from tests.amx_layers import PANEL_ROWS
 from tests.processes import ROOT, said
 from tvm_moe import PackedExperts, UnsupportedISAError, isa, kernels, modules
+from tvm_moe.compiler.intrin import tile_registers
 
 
 def emulator(source, folder):
@@ -68,9 +70,25 @@ def test_a_panel_executes_the_products_it_needs(dtype, amx_executed):
     """Three K steps: one load a product of 2x2 tiles, five for four of 1x4; start values and sums once a tile."""
     one_row, two_rows = (amx_executed.get(f"{dtype}, {n} rows") for n in (1, 2))
     sixteen = THREAD | {"loaded": 4 + 3 * 5, "stored": 4, dtype: 3 * 4}
-    assert amx_executed[f"{dtype}, 32 rows"] == THREAD | {"loaded": 8 + 3 * 8, "stored": 8, dtype: 3 * 8}
-    assert amx_executed[f"{dtype}, 16 rows"] == sixteen
-    assert (one_row, two_rows) == ((THREAD, THREAD) if dtype == "int8" else (sixteen, None))
+    few = sixteen | {"reshaped": 1}
+    whole = THREAD | {"loaded": 8 + 3 * 8, "stored": 8, dtype: 3 * 8, "rows multiplied": 3 * 4 * 32}
+    assert amx_executed[f"{dtype}, 32 rows"] == whole
+    assert amx_executed[f"{dtype}, 16 rows"] == sixteen | {"rows multiplied": 3 * 4 * 16}
+    for n, got in (1, one_row), (2, two_rows):
+        assert got == (THREAD if dtype == "int8" else few | {"rows multiplied": 3 * 4 * n})
+
+
+@pytest.mark.parametrize("dtype", kernels.dtypes_of("amx"))
+def test_no_row_is_multiplied_in_vain(dtype, amx_executed):
+    """Tiles are shaped for the rows there are, and shaped anew only where the next tile has others."""
+    few = kernels.find("amx", dtype).few
+    for n in PANEL_ROWS:
+        if few and n <= few.MR:
+            continue
+        counts = amx_executed[f"{dtype}, {n} rows"]
+        assert counts["rows multiplied"] == 3 * 4 * n
+        assert counts[dtype] == 3 * 4 * -(-n // tile_registers.ROWS)
+        assert counts.get("reshaped", 0) == int(n % tile_registers.ROWS > 0)
 
 
 @pytest.mark.parametrize("dtype", kernels.dtypes_of("amx"))
@@ -79,7 +97,7 @@ def test_amx_layers(dtype, amx_executed):
     counts = amx_executed[f"{dtype}, layers"]
     assert counts[dtype] > 1000
     assert counts["configured"] == counts["released"] > 50
-    assert counts.keys() == {"configured", "released", "loaded", "stored", dtype}
+    assert counts.keys() == {"configured", "reshaped", "released", "loaded", "stored", dtype, "rows multiplied"}
     measured = amx_executed[f"{dtype}, probe and tasks"]
     assert measured["configured"] == measured["released"]
     assert measured[dtype] > 1000

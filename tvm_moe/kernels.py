@@ -42,7 +42,8 @@ class MicroKernel:
     features: frozenset[str]  # CPU features the object code needs beyond the baseline
     target: tuple[tuple[str, str], ...]  # architecture -> mcpu, or "+feature,..." as LLVM names them ("": the baseline)
     # Activation rows one instruction reads. Where it is more than one, the rows of a tile lie interleaved, [K steps, rows,
-    # step], filled up to a multiple of it with a repeated row; a row alone lies as it is, and its tile repeats it.
+    # step], filled up to a multiple of it with a repeated row (but where a tile can be shaped for fewer, see
+    # intrin.ThreadState); a row alone lies as it is, and its tile repeats it.
     row_group: int = 1
     depth: int = 1  # K groups of a row one instruction reads, a K step: panels are padded to whole ones
     registers: int = 32  # vector registers the instruction can name

@@ -75,7 +75,7 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
     MR, NR, interleaved = kernel.MR, kernel.NR, kernel.row_group > 1
     tile, tile_more = N.tile[stage], N.tile_more[stage] if adds_last(kernel) else N.tile[stage]
     k_bytes, x_bytes = kernel.group * kernel.weight_size, kernel.group * kernel.activation_size
-    depth = kernel.depth
+    depth, thread = kernel.depth, intrin.thread_state(kernel.intrinsic)
 
     @T.prim_func(private=True, s_tir=True)
     def panel(
@@ -109,6 +109,7 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
                 # Whole rows while the first chunk passes; the others find them.
                 wanted: T.let = tirx.all(c == T.int64(0), next_row != T.int64(0))
                 rows_step: T.let = T.if_then_else(wanted, T.truncdiv(T.int64(MR) * row_bytes, steps), T.int64(0))
+                thread.shaped(r1 - r0)
                 # What the tile is told of its rows: where they are gathered from, or nothing where they lie interleaved.
                 if interleaved:
                     if c == T.int64(0):
@@ -128,7 +129,7 @@ def panel(kernel: MicroKernel, stage: str) -> tirx.PrimFunc:
                         next_w, step, next_x, rows_step,
                     )  # fmt: skip
 
-    return panel
+    return intrin.with_llvm(panel, thread.llvm_ir)
 
 
 def few_or_many(few: int, stage: str) -> tirx.PrimFunc:

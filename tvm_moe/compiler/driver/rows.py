@@ -7,6 +7,7 @@ from tvm.script import tirx as T
 
 from ...kernels import MicroKernel
 from ...plan import PREPARE_ROWS
+from .. import intrin
 from .gemm import filled, finished_rows, first_row, loose, own_rows
 from .names import FIELDS, F, N
 
@@ -72,8 +73,11 @@ def gather_item(kernel: MicroKernel) -> tirx.PrimFunc:
 
 
 def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
-    """A block's rows as its tiles read them, [K steps, rows, step] each, filled up with the tile's last row."""
-    MR = kernel.MR
+    """A block's rows as its tiles read them, [K steps, rows, step] each, filled up with the tile's last row.
+
+    Where tiles are shaped for the rows there are, they read no others: their places stay as they are.
+    """
+    MR, exact = kernel.MR, bool(intrin.thread_state(kernel.intrinsic).shape)
     # Of a step; kernels that never interleave may have less than one.
     words = max(1, kernel.k_step * kernel.activation_size // 8)
 
@@ -96,7 +100,8 @@ def interleave(kernel: MicroKernel) -> tirx.PrimFunc:
             r0: T.let = first_row(kernel, n, i, tiles)
             r1: T.let = first_row(kernel, n, i + T.int64(1), tiles)
             count: T.let = filled(kernel, r1 - r0)
-            for r in range(count):
+            copied: T.let = r1 - r0 if exact else count
+            for r in range(copied):
                 row: T.let = T.Cast("int64", R[T.min(r0 + r, r1 - T.int64(1))])
                 to: T.let = r0 * ld_steps + r
                 for some in range(steps // T.int64(UNROLL)):

@@ -24,10 +24,14 @@ def family(name: str) -> ModuleType:
 
 
 class ThreadState(NamedTuple):
-    """Functions of the LLVM text by which a thread sets an instruction's registers up and gives them back ("": none)."""
+    """Functions of the LLVM text by which a thread sets an instruction's registers up and gives them back ("": none).
+
+    ``shape``: takes the rows of the tile that comes next, which is then computed for so many, not for whole row groups.
+    """
 
     enter: str = ""
     leave: str = ""
+    shape: str = ""
     llvm_ir: str = ""
 
     def entered(self) -> None:
@@ -37,10 +41,13 @@ class ThreadState(NamedTuple):
     def left(self) -> None:
         call(self.leave)
 
+    def shaped(self, rows: tirx.PrimExpr) -> None:
+        call(self.shape, rows)
 
-def call(name: str) -> None:
+
+def call(name: str, *arguments: tirx.PrimExpr) -> None:
     if name:
-        T.evaluate(tirx.call_extern("int32", name))
+        T.evaluate(tirx.call_extern("int32", name, *arguments))
 
 
 def thread_state(name: str | None) -> ThreadState:

@@ -63,20 +63,57 @@ define internal i32 @{name}_{tile}(ptr %p, i64 %displacement, i64 %stride) alway
     )
 
 
-def thread_state() -> ThreadState:
-    """All tiles of 16 rows of 64 bytes (palette 1), for the calling thread, until they are released."""
+def configuration(rows: int) -> str:
+    """Palette 1 for a tile of so many rows: 2x2 tiles of sums where they are more than 16, 1x4 else (see `tiles`)."""
+    upper, lower = (ROWS, rows - ROWS) if rows > ROWS else (rows, rows)
+    of = [upper, upper, lower, lower, upper, lower if rows > ROWS else ROWS, ROWS, ROWS]
     sizes = ", ".join([f"i16 {ROW_BYTES}"] * TILES + ["i16 0"] * TILES)
-    rows = ", ".join([f"i8 {ROWS}"] * TILES + ["i8 0"] * TILES)
+    return f"%tiles {{ i8 1, i8 0, [14 x i8] zeroinitializer, [16 x i16] [{sizes}], [16 x i8] [{bytes_(of)}] }}"
+
+
+def bytes_(values: list[int]) -> str:
+    return ", ".join(f"i8 {value}" for value in [*values, *[0] * TILES])
+
+
+def thread_state() -> ThreadState:
+    """A thread's tiles, of 16 rows until it says what the next tile has, until they are released.
+
+    A tile of fewer rows reads, multiplies and writes those alone. The thread remembers what its tiles are like: all panels
+    of a block have tiles of the same rows, and so mostly one configuration.
+    """
+    table = ",\n  ".join(configuration(rows) for rows in range(1, 2 * ROWS + 1))
     return ThreadState(
         "moe_tiles_configure",
         "moe_tiles_release",
+        "moe_tiles_shape",
         f"""
-@moe_tiles = internal constant {{ i8, i8, [14 x i8], [16 x i16], [16 x i8] }}
-  {{ i8 1, i8 0, [14 x i8] zeroinitializer, [16 x i16] [{sizes}], [16 x i8] [{rows}] }}, align 64
+%tiles = type {{ i8, i8, [14 x i8], [16 x i16], [16 x i8] }}
+@moe_tiles = internal constant [{2 * ROWS} x %tiles] [
+  {table}], align 64
+@moe_tiles_rows = internal thread_local global i64 0
 declare void @llvm.x86.ldtilecfg(ptr)
 declare void @llvm.x86.tilerelease()
-define internal i32 @moe_tiles_configure() alwaysinline {{
-  call void @llvm.x86.ldtilecfg(ptr @moe_tiles)
+define internal i32 @moe_tiles_take(i64 %rows) {{
+  %i = sub i64 %rows, 1
+  %at = getelementptr [{2 * ROWS} x %tiles], ptr @moe_tiles, i64 0, i64 %i
+  call void @llvm.x86.ldtilecfg(ptr %at)
+  store i64 %rows, ptr @moe_tiles_rows
+  ret i32 0
+}}
+define internal i32 @moe_tiles_shape(i64 %wanted) {{
+  %two = icmp eq i64 %wanted, {2 * ROWS}
+  %rows = select i1 %two, i64 {ROWS}, i64 %wanted
+  %now = load i64, ptr @moe_tiles_rows
+  %same = icmp eq i64 %now, %rows
+  br i1 %same, label %done, label %take
+take:
+  %r = call i32 @moe_tiles_take(i64 %rows)
+  br label %done
+done:
+  ret i32 0
+}}
+define internal i32 @moe_tiles_configure() {{
+  %r = call i32 @moe_tiles_take(i64 {ROWS})
   ret i32 0
 }}
 define internal i32 @moe_tiles_release() alwaysinline {{

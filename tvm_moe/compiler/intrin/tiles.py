@@ -2,7 +2,8 @@
 
 Tiles 0 to 3 hold sums, 2x2 of them for 32 rows and 32 columns or 1x4 for 16 rows and 64 columns, the other four a step's
 rows and columns. (A step of r x c tiles of sums takes r + c loads for r * c products, and min(r, c) + 1 more tiles: 2x2 has
-the fewest loads a product.) A row alone is loaded and stored with a stride of 0: it is every row of its tile.
+the fewest loads a product.) What is described is whole tiles of 16 rows, of which a row alone is every one (a stride of 0);
+of a tile that was shaped for fewer, instructions read, multiply and write those.
 """
 
 from __future__ import annotations
