@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import tvm_moe
 from tests.helpers import make_case
 from tvm_moe import MoEError, UnsupportedISAError, ops
 from tvm_moe.layers import Experts, FusedMoE
+from tvm_moe.runtime import ARRAYS
 
 ROUTE = (4, "softmax", True, None, 1, 1, 1.0, None)
 
@@ -143,14 +145,37 @@ def test_descriptions_are_checked(case):
 
 
 def test_nothing_is_kept_alive(case):
-    import weakref
-
-    packed = case.pack()
+    packed, before = case.pack(), len(ops._seen)
     case.run(packed)
     torch.ops.tvm_moe.fused_moe(*arguments(case, packed))
-    gone = weakref.ref(packed.layer.arrays["w13"])
+    gone = [weakref.ref(packed.layer.arrays[name]) for name in ("w13", "w2")]
+    assert len(ops._seen) == before + 1
     del packed
-    assert gone() is None
+    assert [tensor() for tensor in gone] == [None, None]
+    assert len(ops._seen) == before
+
+
+def test_tensors_that_were_served_are_looked_at_again(case):
+    """Whose memory was replaced, beside others, or described otherwise."""
+    packed, other = case.pack(), case.but(w2=-case.w2).pack()
+    x, tensors, layer, *rest = arguments(case, packed)
+    theirs = ops.tensors(other)
+    first, second = case.run(packed), case.run(other)
+    w2, start2 = (list(ARRAYS).index(name) for name in ("w2", "start2"))
+
+    def run(tensors, layer=layer):
+        return torch.ops.tvm_moe.fused_moe(x, tensors, layer, *rest)
+
+    assert torch.equal(run(tensors), first)
+    mixed = [theirs[i] if i in (w2, start2) else t for i, t in enumerate(tensors)]
+    for _ in range(2):
+        assert torch.equal(run(mixed), second)
+        assert torch.equal(run(tensors), first)
+    for i in (w2, start2):
+        tensors[i].data = theirs[i].clone()
+    assert torch.equal(run(tensors), second)
+    relu = json.dumps(json.loads(layer) | {"activation": json.dumps(["gelu", 1.0, "inf"])})
+    assert not torch.equal(run(tensors, relu), second)
 
 
 def test_experts_as_a_module_are_the_function(case):
@@ -162,6 +187,7 @@ def test_experts_for_a_cpu_that_is_not_this_one(case, monkeypatch):
     """As a program that was exported elsewhere would bring them: no illegal instruction."""
     packed = case.pack()
     monkeypatch.setattr(ops, "_layers", {})
+    monkeypatch.setattr(ops, "_seen", {})
     monkeypatch.setattr(ops.isa, "executable", lambda kernel: (False, "this CPU lacks everything"))
     with pytest.raises(
         UnsupportedISAError, match=r"are packed for .*, but this CPU lacks everything; pack the weights"

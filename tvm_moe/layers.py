@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ class Experts(nn.Module):
     """
 
     layout: Tensor
-    _serving: tuple[list[int], list[Tensor], PackedExperts] | None = None
 
     @torch.inference_mode(False)  # buffers that can be loaded into, whatever mode the module is made in
     def __init__(self, packed: PackedExperts) -> None:
@@ -56,7 +54,7 @@ class Experts(nn.Module):
         rest = topk_weights, topk_ids, apply_router_weight_on_input
         if not torch.compiler.is_compiling() and not ops.wants_gradient(hidden_states, topk_weights):
             # The operator of a recorded call takes five microseconds more to hand over its arguments.
-            served = api.known_call(hidden_states, self.serving(), *rest)
+            served = api.known_call(hidden_states, ops.packed_experts(self.tensors(), self.description), *rest)
             if served is not None:
                 return served
         if not all(isinstance(t, Tensor) for t in (hidden_states, topk_weights, topk_ids)):
@@ -64,19 +62,6 @@ class Experts(nn.Module):
                 hidden_states, topk_weights, topk_ids, self.packed.input_size, apply_router_weight_on_input
             )
         return ops.FUSED_MOE(hidden_states, self.tensors(), self.description, *rest)
-
-    def serving(self) -> PackedExperts:
-        """What the operator finds for these tensors. They are held with it: their addresses stay theirs alone."""
-        tensors = self.tensors()
-        at = [*map(Tensor.data_ptr, tensors)]
-        known = self._serving
-        if known is None or known[0] != at or not all(map(is_, known[1], tensors)):
-            known = self._serving = at, tensors, ops.packed_experts(tensors, self.description)
-        return known[2]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: what serves is found again."""
-        return {name: value for name, value in self.__dict__.items() if name != "_serving"}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Conversions pass by: the kernels read exactly what was packed. Another device is an error."""
