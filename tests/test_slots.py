@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import assert_matches_reference, make_case
+import tvm_moe
+from tests.helpers import U, assert_matches_reference, assert_within, make_case
+from tvm_moe import fused_moe, pack_linear, plan
+from tvm_moe.api import by_slots
 
 F32, ROOT = torch.float32, Path(__file__).parent.parent
 
@@ -156,3 +159,58 @@ def test_skipped_slots_read_nothing_before_the_results():
     """Their position is -1: a row that is not there, and that vector code reads before it drops it."""
     done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr or done.returncode
+
+
+def packed_and_rows(kernel, kind, T, k):
+    """A layer, f32 rows for it and a case with ids and weights [T, k]; some slots are skipped."""
+    case = make_case(T=T, E=5, k=k, H=70, I=40, bias=kind == "fused", x_dtype=F32, dtype=kernel.dtype)
+    case.ids[0, 0] = case.ids[T // 2, -1] = -1
+    packed = case.pack(kernel) if kind == "fused" else pack_linear(case.w2, dtype=kernel.dtype, isa=kernel.isa)
+    return case, packed, torch.randn(T * k, packed.input_size)
+
+
+KINDS = pytest.mark.parametrize("kind", ["fused", "linear"])
+
+
+@KINDS
+@pytest.mark.parametrize(("T", "k"), [(1, 1), (1, 3), (40, 3), (7, 5)])
+def test_a_row_may_serve_several_slots(kernel, kind, T, k):
+    """One id a slot, as if the row had been repeated for each."""
+    case, packed, rows = packed_and_rows(kernel, kind, T, k)
+    ids, ones = case.ids.reshape(-1, 1), torch.ones(T * k, 1)
+    want = fused_moe(rows[:T].repeat_interleave(k, 0), packed, ones, ids)
+    assert torch.equal(by_slots(rows[:T], packed, ones, ids), want)
+
+
+@KINDS
+@pytest.mark.parametrize(("T", "k"), [(1, 3), (40, 3), (7, 5)])
+def test_each_slot_may_have_its_own_row(kernel, kind, T, k):
+    case, packed, rows = packed_and_rows(kernel, kind, T, k)
+    terms = fused_moe(rows, packed, torch.ones(T * k, 1), case.ids.reshape(-1, 1)).double().view(T, k, -1)
+    terms = terms * case.weights[..., None]
+    # Of a slot: its result, the scale with the weight, the product and the sum, each rounded.
+    assert_within(by_slots(rows, packed, case.weights, case.ids), terms.sum(1), (k + 4) * U * terms.abs().sum(1))
+
+
+@KINDS
+def test_parts_hold_whole_rows(kernel, kind, monkeypatch):
+    T, k = 150, 3
+    case, packed, rows = packed_and_rows(kernel, kind, T, k)
+    _, again, _ = packed_and_rows(kernel, kind, T, k)
+    ids, ones = case.ids.reshape(-1, 1), torch.ones(T * k, 1)
+    whole = by_slots(rows[:T], packed, ones, ids), by_slots(rows, packed, case.weights, case.ids)
+    monkeypatch.setattr(plan, "PART_ROWS", 20)
+    monkeypatch.setattr(plan, "PART_BYTES", 1)
+    threads, layer = tvm_moe.get_num_threads(), again.layer
+    cut = plan.parts(kernel, layer.sizes, T * k, 1, threads, k)
+    assert len(cut) > 2
+    assert all((end - begin) % k == 0 for begin, end in cut)
+    assert len(plan.parts(kernel, layer.sizes, T, k, threads, 1)) > 2
+    assert torch.equal(by_slots(rows[:T], again, ones, ids), whole[0])
+    assert torch.equal(by_slots(rows, again, case.weights, case.ids), whole[1])
+
+
+def test_no_slots_at_all():
+    packed = make_case(T=2).pack()
+    none = torch.empty(0, 2)
+    assert by_slots(torch.empty(0, packed.input_size), packed, none, none.int()).shape == (0, packed.hidden_size)

@@ -251,6 +251,20 @@ def checked_call(
     return result if direct else result.copy_(target)
 
 
+@fork_safe
+def by_slots(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor) -> Tensor:
+    """`fused_moe` of x f32 [R, K], whose rows serve T * k / R consecutive slots each: f32 [T, H].
+
+    One id a slot, ids [R * k, 1]: the slots' results apart. As many rows as slots, R = T * k: each slot has its own input.
+    weights f32 [T, k] and ids [T, k] contiguous; nothing of them is checked.
+    """
+    out = torch.empty((len(ids), experts.hidden_size), dtype=torch.float32, device="cpu")
+    if ids.numel() == 0:
+        return out.zero_()
+    experts.layer.run(x, out, weights, ids)
+    return out
+
+
 def prepared(x: Tensor) -> Tensor:
     """``x`` as the module reads it: rows contiguous, f16 widened to f32 (exact; the f32 result is rounded to f16 once)."""
     if x.is_neg():  # a lazy minus sign, which the memory does not show

@@ -48,13 +48,17 @@ class Experts(nn.Module):
         except KeyError as lost:
             raise MoEError(f"these experts have lost their buffer {lost}; pack the weights again") from None
 
+    def serving(self) -> PackedExperts:
+        """`packed`, remembered, and without its arrays."""
+        return ops.packed_experts(self.tensors(), self.description)
+
     def forward(
         self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, apply_router_weight_on_input: bool = False
     ) -> Tensor:
         rest = topk_weights, topk_ids, apply_router_weight_on_input
         if not torch.compiler.is_compiling() and not ops.wants_gradient(hidden_states, topk_weights):
             # The operator of a recorded call takes five microseconds more to hand over its arguments.
-            served = api.known_call(hidden_states, ops.packed_experts(self.tensors(), self.description), *rest)
+            served = api.known_call(hidden_states, self.serving(), *rest)
             if served is not None:
                 return served
         if not all(isinstance(t, Tensor) for t in (hidden_states, topk_weights, topk_ids)):

@@ -11,6 +11,7 @@ from array import array
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import cached_property
+from math import gcd
 
 from .kernels import MicroKernel
 
@@ -36,6 +37,8 @@ class Field(IntEnum):
 
     TOKENS = 0
     TOP_K = auto()
+    X_ROWS = auto()  # of hidden_states
+    ROW_SLOTS = auto()  # consecutive slots that a row of them serves: TOP_K where rows are tokens
     ROWS = auto()  # the slots, each expert's filled up to whole row groups
     EXPERTS = auto()
     HIDDEN = auto()
@@ -168,12 +171,16 @@ class Plan:
         return self.values[field]
 
 
-def parts(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int) -> list[tuple[int, int]]:
-    """The ranges of tokens that are served one after the other."""
+def parts(
+    kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int, row_slots: int = 0
+) -> list[tuple[int, int]]:
+    """The ranges of tokens that are served one after the other, each with whole rows of hidden_states."""
     intermediate = tokens * top_k * sizes.row_of_intermediate(kernel) * kernel.activation_size
     cached = -(-intermediate // (PART_BYTES * threads))
-    count = max(1, min(cached, tokens, tokens * top_k // (PART_ROWS * sizes.experts)))
-    return [(tokens * i // count, tokens * (i + 1) // count) for i in range(count)]
+    together = row_slots // gcd(row_slots, top_k) if row_slots else 1  # tokens
+    units = tokens // together
+    count = max(1, min(cached, units, tokens * top_k // (PART_ROWS * sizes.experts)))
+    return [(units * i // count * together, units * (i + 1) // count * together) for i in range(count)]
 
 
 def split(kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int) -> dict[Field, int]:
@@ -219,18 +226,22 @@ def chunk(kernel: MicroKernel, groups: int) -> int:
 
 
 def make(
-    kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int, x_stride: int, out_stride: int
-) -> Plan:
-    """The plan of one call; strides in elements."""
+    kernel: MicroKernel, sizes: LayerSizes, tokens: int, top_k: int, threads: int, x_stride: int, out_stride: int,
+    row_slots: int = 0,
+) -> Plan:  # fmt: skip
+    """The plan of one call; strides in elements. ``row_slots``: slots that a row of hidden_states serves (0: top_k)."""
     F, slots = Field, tokens * top_k
     _, panels13, k13, NR, group = sizes.shape13(kernel)
     _, panels2, k2, _, _ = sizes.shape2(kernel)
     half = sizes.half(kernel)
     paired = kernel.row_group > 1
     rows = slots + (kernel.row_group - 1) * min(sizes.experts, slots)
+    row_slots = row_slots or max(1, top_k)
+    x_rows = slots // row_slots
     v = split(kernel, sizes, tokens, top_k, threads)
     v |= {
-        F.TOKENS: tokens, F.TOP_K: top_k, F.ROWS: rows, F.EXPERTS: sizes.experts, F.HIDDEN: sizes.hidden, F.THREADS: threads,
+        F.TOKENS: tokens, F.TOP_K: top_k, F.X_ROWS: x_rows, F.ROW_SLOTS: row_slots, F.ROWS: rows,
+        F.EXPERTS: sizes.experts, F.HIDDEN: sizes.hidden, F.THREADS: threads,
         F.INPUT: sizes.input, F.LINEAR: int(sizes.linear),
         F.X_STRIDE: x_stride, F.OUT_STRIDE: out_stride, F.K13: k13, F.K2: k2,
         F.PANELS13: panels13, F.PANELS2: panels2, F.HALF: half, F.X_LD: k13 * group,
@@ -241,8 +252,8 @@ def make(
     blocks, h_ld = v[F.BLOCKS_MAX], v[F.H_LD]
     h_size = 4 if kernel.dtype == "int8" else 2 if paired else 0  # of the intermediate until its block is complete
     areas = {
-        F.AT_X: tokens * v[F.X_LD] * kernel.activation_size,
-        F.AT_X_SCALE: tokens * 4,
+        F.AT_X: x_rows * v[F.X_LD] * kernel.activation_size,
+        F.AT_X_SCALE: x_rows * 4,
         F.AT_COUNT: (sizes.experts + 1) * 4,
         F.AT_ROWS: rows * 4,
         F.AT_EXPERT: slots * 4,

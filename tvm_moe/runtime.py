@@ -155,21 +155,27 @@ class Layer:
 
     def plan(
         self, tokens: int, top_k: int, threads: int, x_stride: int, out_stride: int,
-        x_code: int = 0, ids_wide: bool = False, on_input: bool = False,
+        x_code: int = 0, ids_wide: bool = False, on_input: bool = False, row_slots: int = 0,
     ) -> Plan:  # fmt: skip
-        """The cached plan of calls of one kind; strides are those of the rows of hidden_states and output."""
-        call = tokens, top_k, threads, x_stride, out_stride, x_code, ids_wide, on_input
+        """The cached plan of calls of one kind; strides are those of the rows of hidden_states and output.
+
+        ``row_slots``: consecutive slots that a row of hidden_states serves (0: top_k, it is a token).
+        """
+        call = tokens, top_k, threads, x_stride, out_stride, row_slots, x_code, ids_wide, on_input
         found = self._plans.get(call)
         if found is None:
             if len(self._plans) >= PLANS:
                 self._plans.clear()
                 self.known.clear()
-            made = [self.part(end - begin, *call[1:]) for begin, end in plan.parts(self.kernel, self.sizes, *call[:3])]
+            cut = plan.parts(self.kernel, self.sizes, tokens, top_k, threads, row_slots)
+            made = [self.part(end - begin, *call[1:]) for begin, end in cut]
             found = self._plans[call] = made[0] if len(made) == 1 else parted(made, x_code, ids_wide)
         return found
 
-    def part(self, tokens: int, top_k: int, threads: int, x_stride: int, out_stride: int, *kind: int) -> Plan:
-        made = plan.make(self.kernel, self.sizes, tokens, top_k, threads, x_stride, out_stride)
+    def part(
+        self, tokens: int, top_k: int, threads: int, x_stride: int, out_stride: int, row_slots: int, *kind: int
+    ) -> Plan:
+        made = plan.make(self.kernel, self.sizes, tokens, top_k, threads, x_stride, out_stride, row_slots)
         self.complete(made, *kind)
         return made
 
@@ -198,12 +204,14 @@ class Layer:
 
         x, out: [T, H], bf16 (or uint16 holding it) or f32, rows contiguous; weights: f32 [T, k]; ids: int32 or int64
         [T, k]; weights and ids contiguous. The caller has checked all that (`api`); nothing is checked here.
-        ``module`` serves instead of the one that is looked up.
+        ``module`` serves instead of the one that is looked up. x may have another number of rows that divides T * k:
+        each then serves as many slots, in order.
         """
         module = module or self.module
-        T, k = ids.shape
+        (T, k), rows = ids.shape, x.shape[0]
         count, wide = module.threads(), ids_wide(ids.dtype)
-        p = self.plan(T, k, count, row_stride(x), row_stride(out), x_code(x.dtype), wide, on_input)
+        row_slots = 0 if rows == T else T * k // rows
+        p = self.plan(T, k, count, row_stride(x), row_stride(out), x_code(x.dtype), wide, on_input, row_slots)
         call(module, p, address(x), address(out), address(weights), address(ids))
         return p
 
@@ -225,10 +233,9 @@ def parted(made: list[Plan], x_code: int, ids_wide: bool) -> Plan:
     size, top_k = (2, 4)[x_code], first[F.TOP_K]
     x, out = first[F.X_STRIDE] * size, first[F.OUT_STRIDE] * size
     weights, ids = top_k * 4, top_k * (8 if ids_wide else 4)
-    begins = accumulate((p[F.TOKENS] for p in made[:-1]), initial=0)
-    return replace(
-        first, parts=tuple((p, (t * x, t * out, t * weights, t * ids)) for p, t in zip(made, begins, strict=True))
-    )
+    tokens, rows = (accumulate([p[field] for p in made[:-1]], initial=0) for field in (F.TOKENS, F.X_ROWS))
+    begins = zip(made, rows, tokens, strict=True)
+    return replace(first, parts=tuple((p, (r * x, t * out, t * weights, t * ids)) for p, r, t in begins))
 
 
 @cache

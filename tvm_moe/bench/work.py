@@ -57,7 +57,7 @@ def of(kernel: MicroKernel, p: Plan, rows: list[int], costs: Costs) -> Work:
 
 def prepare(kernel: MicroKernel, p: Plan, costs: Costs) -> Iterator[Item]:
     row_bytes = 2 * p[F.HIDDEN] + kernel.activation_size * p[F.X_LD]
-    for n in portions(p[F.TOKENS], PREPARE_ROWS):
+    for n in portions(p[F.X_ROWS], PREPARE_ROWS):
         yield Item("prepare", costs.item * 1e-6 + costs.rows(n * row_bytes), (), ("prepared", 0))
 
 

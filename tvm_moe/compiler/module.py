@@ -163,6 +163,7 @@ def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tv
             },
         ),
         N.fetch_ahead: gemm.fetch_ahead(kernel),
+        N.fetch_vectors: gemm.fetch_vectors(kernel),
         N.prepare_item: rows.prepare_item(kernel),
         N.gate_up_item: gemm.gate_up_item(kernel),
         N.interleave: rows.interleave(kernel),

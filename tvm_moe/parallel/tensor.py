@@ -10,10 +10,12 @@ from torch.distributed import ReduceOp
 
 from .. import activations, reference
 from ..activations import ActivationSpec
+from ..api import by_slots
 from ..layers import Experts
 from .group import Group, ProcessGroup, prepared, uncompiled
-from .rows import combined
 from .shard import Shard
+
+ROWS = 256  # of the intermediate that are activated at a time, in cache
 
 
 class TensorParallelMoE(nn.Module):
@@ -102,16 +104,20 @@ class Int8Shard(nn.Module):
     def __init__(self, gate_up: Experts, down: Experts, spec: ActivationSpec, group: Group) -> None:
         super().__init__()
         self.gate_up, self.down, self.spec, self.group = gate_up, down, spec, group
-        self.num_experts = down.packed.num_experts
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """This rank's part of the result, f32 [T, H]: x f32 [T, H], weights f32 [T, k], ids [T, k]."""
-        exists = (ids >= 0) & (ids < self.num_experts)
-        (slots,) = torch.where(exists.flatten())
-        chosen, ones = ids.reshape(-1)[slots, None], torch.ones(len(slots), 1, dtype=torch.float32, device="cpu")
-        token = slots // max(1, ids.shape[1])
-        h = reference.activate(self.gate_up(x[token], ones, chosen), self.spec)
+        """This rank's part of the result, f32 [T, H]: x f32 [T, H], weights f32 [T, k], ids [T, k].
+
+        Every slot is a row between the stages; those that are skipped are zero.
+        """
+        ids = ids.contiguous()
+        gate_up = by_slots(x, self.gate_up.serving(), torch.ones(ids.numel(), 1, device="cpu"), ids.view(-1, 1))
+        down = self.down.serving()
+        rows = torch.empty(ids.numel(), down.input_size, device="cpu")
+        for part in range(0, len(rows), ROWS):
+            own = rows[part : part + ROWS]
+            own[:, :-1] = reference.activate(gate_up[part : part + ROWS], self.spec)
+            own[:, -1] = own[:, :-1].abs().amax(1)
         # A NaN that this may lose is in its row all the same.
-        peak = self.group.all_reduce(h.abs().amax(1, keepdim=True), ReduceOp.MAX)
-        rows = torch.cat([h, peak], 1)
-        return combined(self.down(rows, ones, chosen), slots, weights)
+        rows[:, -1] = self.group.all_reduce(rows[:, -1].contiguous(), ReduceOp.MAX)
+        return by_slots(rows, down, weights.contiguous(), ids)

@@ -150,21 +150,31 @@ def few_or_many(few: int, stage: str) -> tirx.PrimFunc:
 
 
 def fetch_ahead(kernel: MicroKernel) -> tirx.PrimFunc:
-    """Ask for the vectors of the next panel and the first lines of its weights, which would cost a memory latency each."""
-    NR = kernel.NR
-    quantized = kernel.dtype == "int8"
+    """Ask for the first lines of the next panel's weights and for its start values, which would cost a latency each."""
+    started = kernel.NR * 4 // 64 if kernel.dtype == "int8" else 0
 
     @T.prim_func(private=True, s_tir=True)
-    def fetch_ahead(w: T.handle, start: T.handle, scale: T.handle, bias: T.handle) -> None:
-        for line in range(T.int64(NR * 4 // 64)):
-            if quantized:
-                T.evaluate(prefetch(T.handle_add_byte_offset(start, line * T.int64(64))))
-                T.evaluate(prefetch(T.handle_add_byte_offset(scale, line * T.int64(64))))
-            T.evaluate(prefetch(T.handle_add_byte_offset(bias, line * T.int64(64))))
+    def fetch_ahead(w: T.handle, start: T.handle) -> None:
+        for line in range(T.int64(started)):
+            T.evaluate(prefetch(T.handle_add_byte_offset(start, line * T.int64(64))))
         for line in range(T.int64(FIRST_LINES)):
             T.evaluate(prefetch(T.handle_add_byte_offset(w, line * T.int64(64))))
 
     return fetch_ahead
+
+
+def fetch_vectors(kernel: MicroKernel) -> tirx.PrimFunc:
+    """The same of what its epilogue needs."""
+    scaled = kernel.NR * 4 // 64 if kernel.dtype == "int8" else 0
+
+    @T.prim_func(private=True, s_tir=True)
+    def fetch_vectors(scale: T.handle, bias: T.handle) -> None:
+        for line in range(T.int64(scaled)):
+            T.evaluate(prefetch(T.handle_add_byte_offset(scale, line * T.int64(64))))
+        for line in range(T.int64(kernel.NR * 4 // 64)):
+            T.evaluate(prefetch(T.handle_add_byte_offset(bias, line * T.int64(64))))
+
+    return fetch_vectors
 
 
 def check_panel(kernel: MicroKernel) -> tirx.PrimFunc:
@@ -212,7 +222,8 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
     interleaved, gathered = kernel.row_group > 1, kernel.few is not None
     staged = interleaved or kernel.dtype == "int8"
     out_size = 4 if kernel.dtype == "int8" else 2
-    panel, activate, fetch_ahead, interleave = N.panel["gate_up"], N.activate, N.fetch_ahead, N.interleave
+    panel, activate, interleave = N.panel["gate_up"], N.activate, N.interleave
+    fetch_ahead, fetch_vectors = N.fetch_ahead, N.fetch_vectors
 
     @T.prim_func(private=True, s_tir=True)
     def gate_up_item(
@@ -254,6 +265,8 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
             fetch_ahead(
                 T.handle_add_byte_offset(w13, soon * P[F.K13] * T.int64(panel_bytes)),
                 T.handle_add_byte_offset(start13, soon * P[F.START_STRIDE] * T.int64(4)),
+            )
+            fetch_vectors(
                 T.handle_add_byte_offset(scale13, soon * T.int64(NR * 4)),
                 T.handle_add_byte_offset(bias13, soon * P[F.BIAS13_STRIDE] * T.int64(4)),
             )
@@ -289,8 +302,6 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         w2: T.let = T.handle_add_byte_offset(plan, P[F.FROM_W2])
         start2: T.let = T.handle_add_byte_offset(plan, P[F.FROM_START2])
-        scale2: T.let = T.handle_add_byte_offset(plan, P[F.FROM_SCALE2])
-        bias2: T.let = T.handle_add_byte_offset(plan, P[F.FROM_BIAS2])
         B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
         e: T.let = T.Cast("int64", B[b])
         first: T.let = T.Cast("int64", B[P[F.BLOCKS_MAX] + b])
@@ -304,8 +315,6 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
             fetch_ahead(
                 T.handle_add_byte_offset(w2, soon * P[F.K2] * T.int64(panel_bytes)),
                 T.handle_add_byte_offset(start2, soon * P[F.START_STRIDE] * T.int64(4)),
-                T.handle_add_byte_offset(scale2, soon * T.int64(NR * 4)),
-                T.handle_add_byte_offset(bias2, soon * P[F.BIAS2_STRIDE] * T.int64(4)),
             )
             y: T.let = P[F.AT_Y] + ((g % P[F.RING_Y] * P[F.GROUP2] + p) * P[F.ROWS] + first) * T.int64(NR * 4)
             panel(

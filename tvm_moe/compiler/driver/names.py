@@ -31,6 +31,7 @@ class N:
     combine_tail = GlobalVar("combine_tail")
     panel = by_stage("panel")
     fetch_ahead = GlobalVar("fetch_ahead")
+    fetch_vectors = GlobalVar("fetch_vectors")
     prepare_item = GlobalVar("prepare_item")
     gate_up_item = GlobalVar("gate_up_item")
     gather = GlobalVar("gather")

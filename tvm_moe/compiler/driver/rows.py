@@ -26,7 +26,7 @@ def prepare_item(kernel: MicroKernel) -> tirx.PrimFunc:
     ) -> None:  # fmt: skip
         P = T.decl_buffer((FIELDS,), "int64", data=plan)
         t0: T.let = i * T.int64(PREPARE_ROWS)
-        n: T.let = T.min(T.int64(PREPARE_ROWS), P[F.TOKENS] - t0)
+        n: T.let = T.min(T.int64(PREPARE_ROWS), P[F.X_ROWS] - t0)
         prepare(
             x_code + T.int64(2) * P[F.ON_INPUT],
             T.handle_add_byte_offset(x, t0 * P[F.X_STRIDE] * sources * (x_code + T.int64(1))),
@@ -35,7 +35,7 @@ def prepare_item(kernel: MicroKernel) -> tirx.PrimFunc:
             T.handle_add_byte_offset(scratch, P[F.AT_X] + t0 * P[F.X_LD] * T.int64(size)),
             n, P[F.HIDDEN], P[F.X_STRIDE], P[F.X_LD],
         )  # fmt: skip
-        X = T.decl_buffer((P[F.TOKENS] * P[F.X_LD],), kernel.activation, data=prepared)
+        X = T.decl_buffer((P[F.X_ROWS] * P[F.X_LD],), kernel.activation, data=prepared)
         for r in range(n):
             for c in range(P[F.X_LD] - P[F.HIDDEN]):
                 X[(t0 + r) * P[F.X_LD] + P[F.HIDDEN] + c] = T.Cast(kernel.activation, 0)
@@ -63,7 +63,7 @@ def gather_item(kernel: MicroKernel) -> tirx.PrimFunc:
         gather(
             x_code, x, T.handle_add_byte_offset(scratch, P[F.AT_ROWS] + first * T.int64(4)),
             T.handle_add_byte_offset(intermediate, row * P[F.H_LD] * T.int64(size)),
-            P[F.TOKENS], P[F.INPUT], P[F.X_STRIDE], n, P[F.H_LD],
+            P[F.X_ROWS], P[F.INPUT], P[F.X_STRIDE], n, P[F.H_LD],
         )  # fmt: skip
         for r in range(n):
             for c in range(P[F.H_LD] - P[F.INPUT]):

@@ -63,14 +63,14 @@ def tiles(kernel: MicroKernel, ids_dtype: str) -> tirx.PrimFunc:
             B[P[F.BLOCKS_MAX]] = 0
             B[2 * P[F.BLOCKS_MAX]] = 0
             made[0] = T.int64(1)
-        for t in range(P[F.TOKENS]):
-            for j in range(P[F.TOP_K]):
-                s: T.let = t * P[F.TOP_K] + j
+        for row in range(P[F.X_ROWS]):
+            for j in range(P[F.ROW_SLOTS]):
+                s: T.let = row * P[F.ROW_SLOTS] + j
                 e: T.let = T.Cast("int64", I[s])
                 if e >= T.int64(0) and e < P[F.EXPERTS]:
                     X[s] = T.Cast("int32", e)
                     S[s] = C[e]
-                    R[T.Cast("int64", C[e])] = T.Cast("int32", t)
+                    R[T.Cast("int64", C[e])] = T.Cast("int32", row)
                     C[e] = C[e] + 1
                 else:
                     S[s] = -1

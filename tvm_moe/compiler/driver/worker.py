@@ -29,7 +29,7 @@ def worker(kernel: MicroKernel) -> tirx.PrimFunc:
         B = T.decl_buffer((3 * P[F.BLOCKS_MAX],), "int32", data=blocks)
         n_blocks: T.let = Y[SYNC_BLOCK_COUNT]
         prepares: T.let = T.if_then_else(
-            P[F.LINEAR] == T.int64(0), (P[F.TOKENS] + T.int64(PREPARE_ROWS - 1)) // T.int64(PREPARE_ROWS), T.int64(0)
+            P[F.LINEAR] == T.int64(0), (P[F.X_ROWS] + T.int64(PREPARE_ROWS - 1)) // T.int64(PREPARE_ROWS), T.int64(0)
         )
         down_from: T.let = prepares + n_blocks * P[F.ITEMS13]
         # The down stage goes in rounds: a panel group's blocks, and the combine of the group `lag` rounds before. By then all
