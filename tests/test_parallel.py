@@ -15,15 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 
 from tests.helpers import make_case
 from tests.parallel_cases import CASES
-from tests.parallel_tools import near, order_bound
-from tvm_moe import MoEError, fused_moe
+from tvm_moe import MoEError
 from tvm_moe.bench import parallel as bench
 from tvm_moe.models import LayerShape
-from tvm_moe.parallel import EXCHANGES, ExpertParallelMoE, TensorParallelMoE, rows
+from tvm_moe.parallel import EXCHANGES, ExpertParallelMoE, TensorParallelMoE
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 240  # that all cases may take: a hang fails
@@ -92,17 +90,3 @@ def test_benchmark():
     assert [(cell["tokens"], cell["side"]) for cell in report["cells"]] == [(n, side) for n in (1, 7) for side in sides]
     assert all(cell["ms"] > 0 and 0 <= cell["deviation"] < 0.01 for cell in report["cells"])
     assert "one process" in str([column.header for column in bench.table(report).columns])
-
-
-@pytest.mark.parametrize("tokens", [1, 64, 150])
-@pytest.mark.parametrize("skips", [False, True])
-def test_slots_are_combined_as_by_a_kernel(tokens, skips):
-    """In blocks of tokens, from results in any order; a kernel fuses the product with the sum."""
-    case = make_case(T=tokens, E=5, k=3, x_dtype=torch.float32)
-    if skips:
-        case.ids[::2, 1] = -1
-    packed = case.pack()
-    slots = torch.randperm(3 * tokens)
-    slots = slots[case.ids.flatten()[slots] >= 0]
-    results = fused_moe(case.x[slots // 3], packed, torch.ones(len(slots), 1), case.ids.flatten()[slots, None])
-    near(rows.combined(results, slots, case.weights), case.run(packed), order_bound(case, 1))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .rows import combined, joined, parted
+from .rows import joined, parted
 
 if TYPE_CHECKING:
     from .expert import ExpertParallelMoE
@@ -20,28 +20,24 @@ F32, I32 = torch.float32, torch.int32
 
 
 def all_to_all(layer: ExpertParallelMoE, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """A token is sent once to each rank that it needs, with all its ids; the results come back in the order of its slots."""
+    """A token is sent once to each rank that it needs, with all its ids; a sum comes back, to be added in rank order."""
     group, (T, k), H = layer.group, ids.shape, x.shape[1]
     owner = layer.owners[ids.long()]  # [T, k]; -1 finds the last entry
     needs = owner.new_zeros(T, group.size + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :-1]
     _, token = torch.where(needs.T)
     sent = needs.sum(0).tolist()
     received = group.announce(sent)
-    rows = group.all_to_all(joined(x[token], ids[token]), sent, received)
-    x_in, ids_in = parted(rows, (H, x.dtype), (k, I32))
-
-    own = (ids_in >= layer.first) & (ids_in < layer.first + layer.counts[group.rank])
-    t, j = torch.where(own)
-    results = layer.sums(x_in.float()[t], weights.new_ones(len(t), 1), ids_in[t, j, None])
-    back = [int(part.sum()) for part in own.split(received)]
-    expected = owner.flatten().bincount(minlength=group.size + 1)[:-1].tolist()
-    results = group.all_to_all(results, back, expected)
-    slots = owner.flatten().argsort(stable=True)[: len(results)]
-    return combined(results, slots, weights)
+    rows = group.all_to_all(joined(x[token], weights[token], ids[token]), sent, received)
+    x_in, weights_in, ids_in = parted(rows, (H, x.dtype), (k, F32), (k, I32))
+    sums = group.all_to_all(layer.sums(x_in, weights_in, ids_in), received, sent)
+    total = sums.new_zeros(T, H)
+    for own, part in zip(token.split(sent), sums.split(sent), strict=True):
+        total.index_add_(0, own, part)
+    return total
 
 
 def all_reduce(layer: ExpertParallelMoE, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """Every rank gathers all tokens, and gets back the sums of its own.
+    """Every rank gathers all tokens, and gets back the sums of its own: no rank has to find out which it needs.
 
     By all_to_all both ways: it takes any number of tokens a rank, and sums are added in rank order. gloo's own reduce_scatter
     (torch 2.13) takes equal numbers only, in an order of its own, and twice the time (2 ranks of 1024 tokens: 45 ms for 21).

@@ -24,10 +24,9 @@ class ExpertParallelMoE(nn.Module):
     skipped. T may differ from rank to rank and be 0. Inference only: no gradient is recorded.
 
     ``exchange`` (`EXCHANGES`):
-        "all_to_all": tokens go to the ranks that hold a chosen expert, and a result of every slot comes back, to be summed
-            in slot order: what one process with all experts gives, but for a rounding of each slot, which kernels fuse.
-        "all_reduce": tokens go to all ranks, and the sum over each rank's experts comes back, to be added in rank order: less
-            traffic as long as there are no more ranks than k.
+        "all_to_all": tokens go to the ranks that hold a chosen expert, and the sum over each rank's experts comes back, to be
+            added in rank order.
+        "all_reduce": tokens go to all ranks: the better one where there are few ranks and each token needs most of them.
         "replicated": every rank calls with the same tokens and gets their results, by one all_reduce.
 
     Args:
