@@ -30,6 +30,9 @@ def target(kernel: MicroKernel, arch: str, **options: int) -> tvm.target.Target:
         named["mattr"] = cpu.split(",")
     elif cpu:
         named["mcpu"] = cpu
+    if kernel.model:
+        named["mcpu"], *without = kernel.model.split(",")
+        named["mattr"] += without
     return tvm.target.Target(named)
 
 
