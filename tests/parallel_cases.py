@@ -122,6 +122,21 @@ def weight_on_input() -> Iterator[None]:
         near(tensor, case.but(x=case.x.float()).reference(), moe_bound(case) + order_bound(case, 21 + world()))
 
 
+@listed("strided-inputs")
+def strided_inputs() -> Iterator[None]:
+    """Columns that lie one after the other: neither rows nor slots are contiguous."""
+    cases = [make_case(T=9, E=7, H=37, I=21, k=3, x_dtype=torch.float32, weights=weights) for weights in DTYPES]
+    lying = [{n: getattr(case, n).T.contiguous().T for n in ("x", "weights", "ids")} for case in cases]
+    got = [
+        [call(layer(kind, case), case.but(**inputs)) for kind in KINDS]
+        for case, inputs in zip(cases, lying, strict=True)
+    ]
+    yield
+    for case, (expert, tensor) in zip(cases, got, strict=True):
+        near(expert, case.run(case.pack()), order_bound(case, world()))
+        near(tensor, case.reference(), moe_bound(case) + order_bound(case, 21 + world()))
+
+
 @listed("a-group-of-some")
 def a_group_of_some() -> Iterator[None]:
     """The last two ranks, whose numbers in the group may not be their numbers."""

@@ -256,8 +256,9 @@ def by_slots(x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor) ->
     """`fused_moe` of x f32 [R, K], whose rows serve T * k / R consecutive slots each: f32 [T, H].
 
     One id a slot, ids [R * k, 1]: the slots' results apart. As many rows as slots, R = T * k: each slot has its own input.
-    weights f32 [T, k] and ids [T, k] contiguous; nothing of them is checked.
+    weights f32 [T, k] and ids [T, k] contiguous; nothing is checked.
     """
+    x = prepared(x)
     out = torch.empty((len(ids), experts.hidden_size), dtype=torch.float32, device="cpu")
     if ids.numel() == 0:
         return out.zero_()

@@ -66,13 +66,10 @@ define internal i32 @{name}_{tile}(ptr %p, i64 %displacement, i64 %stride) alway
 def configuration(rows: int) -> str:
     """Palette 1 for a tile of so many rows: 2x2 tiles of sums where they are more than 16, 1x4 else (see `tiles`)."""
     upper, lower = (ROWS, rows - ROWS) if rows > ROWS else (rows, rows)
-    of = [upper, upper, lower, lower, upper, lower if rows > ROWS else ROWS, ROWS, ROWS]
+    counts = [upper, upper, lower, lower, upper, lower if rows > ROWS else ROWS, ROWS, ROWS]
     sizes = ", ".join([f"i16 {ROW_BYTES}"] * TILES + ["i16 0"] * TILES)
-    return f"%tiles {{ i8 1, i8 0, [14 x i8] zeroinitializer, [16 x i16] [{sizes}], [16 x i8] [{bytes_(of)}] }}"
-
-
-def bytes_(values: list[int]) -> str:
-    return ", ".join(f"i8 {value}" for value in [*values, *[0] * TILES])
+    of = ", ".join(f"i8 {n}" for n in [*counts, *[0] * TILES])
+    return f"%tiles {{ i8 1, i8 0, [14 x i8] zeroinitializer, [16 x i16] [{sizes}], [16 x i8] [{of}] }}"
 
 
 def thread_state() -> ThreadState:
