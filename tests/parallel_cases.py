@@ -137,6 +137,22 @@ def strided_inputs() -> Iterator[None]:
         near(tensor, case.reference(), moe_bound(case) + order_bound(case, 21 + world()))
 
 
+@listed("another-default-dtype")
+def another_default_dtype() -> Iterator[None]:
+    """What a layer makes for itself is f32 whatever torch makes by default."""
+    cases = [make_case(T=9, E=7, H=37, I=21, weights=weights) for weights in DTYPES]
+    modules = [[layer(kind, case) for kind in KINDS] for case in cases]
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = [[call(module, case) for module in both] for case, both in zip(cases, modules, strict=True)]
+    finally:
+        torch.set_default_dtype(F32)
+    yield
+    for case, (expert, tensor) in zip(cases, got, strict=True):
+        near(expert, case.run(case.pack()), order_bound(case, world()))
+        near(tensor, case.but(x=case.x.float()).reference(), moe_bound(case) + order_bound(case, 21 + world()))
+
+
 @listed("a-group-of-some")
 def a_group_of_some() -> Iterator[None]:
     """The last two ranks, whose numbers in the group may not be their numbers."""

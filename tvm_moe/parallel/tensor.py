@@ -110,10 +110,10 @@ class Int8Shard(nn.Module):
 
         Every slot is a row between the stages; those that are skipped are zero.
         """
-        ids = ids.contiguous()
-        gate_up = by_slots(x, self.gate_up.serving(), torch.ones(ids.numel(), 1, device="cpu"), ids.view(-1, 1))
-        down = self.down.serving()
-        rows = torch.empty(ids.numel(), down.input_size, device="cpu")
+        ids, down = ids.contiguous(), self.down.serving()
+        ones = weights.new_ones(ids.numel(), 1)
+        gate_up = by_slots(x, self.gate_up.serving(), ones, ids.view(-1, 1))
+        rows = weights.new_empty(ids.numel(), down.input_size)
         for part in range(0, len(rows), ROWS):
             own = rows[part : part + ROWS]
             own[:, :-1] = reference.activate(gate_up[part : part + ROWS], self.spec)
