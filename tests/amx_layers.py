@@ -17,8 +17,6 @@ from tests.vnni_layers import accumulators
 from tvm_moe import PackedExperts, isa, kernels, runtime
 
 KINDS = "configured", "reshaped", "released", "zeroed", "loaded", "stored", "int8", "bf16", "rows multiplied"
-
-
 PANEL_ROWS = 1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 37, 64, 65
 
 

@@ -162,8 +162,6 @@ def build_ir(kernel: MicroKernel, arch: str, chosen: Choice | None = None) -> tv
                 for c, kind in BIASED.items()
             },
         ),
-        N.fetch_ahead: gemm.fetch_ahead(kernel),
-        N.fetch_vectors: gemm.fetch_vectors(kernel),
         N.prepare_item: rows.prepare_item(kernel),
         N.gate_up_item: gemm.gate_up_item(kernel),
         N.interleave: rows.interleave(kernel),

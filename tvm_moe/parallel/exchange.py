@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 F32, I32 = torch.float32, torch.int32
 
 
+def sums_of(layer: ExpertParallelMoE, rows: Tensor, sent: list[int], H: int, k: int, dtype: torch.dtype) -> Tensor:
+    """f32 [n, H]: what each rank's experts make of ``rows``, x, weights and ids `joined`, of which it is sent its part."""
+    group = layer.group
+    received = group.announce(sent)
+    arrived = parted(group.all_to_all(rows, sent, received), (H, dtype), (k, F32), (k, I32))
+    return group.all_to_all(layer.sums(*arrived), received, sent)
+
+
 def all_to_all(layer: ExpertParallelMoE, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """A token is sent once to each rank that it needs, with all its ids; a sum comes back, to be added in rank order."""
     group, (T, k), H = layer.group, ids.shape, x.shape[1]
@@ -26,10 +34,7 @@ def all_to_all(layer: ExpertParallelMoE, x: Tensor, weights: Tensor, ids: Tensor
     needs = owner.new_zeros(T, group.size + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :-1]
     _, token = torch.where(needs.T)
     sent = needs.sum(0).tolist()
-    received = group.announce(sent)
-    rows = group.all_to_all(joined(x[token], weights[token], ids[token]), sent, received)
-    x_in, weights_in, ids_in = parted(rows, (H, x.dtype), (k, F32), (k, I32))
-    sums = group.all_to_all(layer.sums(x_in, weights_in, ids_in), received, sent)
+    sums = sums_of(layer, joined(x[token], weights[token], ids[token]), sent, H, k, x.dtype)
     total = sums.new_zeros(T, H)
     for own, part in zip(token.split(sent), sums.split(sent), strict=True):
         total.index_add_(0, own, part)
@@ -42,13 +47,9 @@ def all_reduce(layer: ExpertParallelMoE, x: Tensor, weights: Tensor, ids: Tensor
     By all_to_all both ways: it takes any number of tokens a rank, and sums are added in rank order. gloo's own reduce_scatter
     (torch 2.13) takes equal numbers only, in an order of its own, and twice the time (2 ranks of 1024 tokens: 45 ms for 21).
     """
-    group, (T, k), H = layer.group, ids.shape, x.shape[1]
-    own = [T] * group.size
-    received = group.announce(own)
-    rows = group.all_to_all(joined(x, weights, ids).repeat(group.size, 1), own, received)
-    x_in, weights_in, ids_in = parted(rows, (H, x.dtype), (k, F32), (k, I32))
-    sums = group.all_to_all(layer.sums(x_in, weights_in, ids_in), received, own)
-    total, *others = sums.view(group.size, T, H)
+    size, (T, k), H = layer.group.size, ids.shape, x.shape[1]
+    sums = sums_of(layer, joined(x, weights, ids).repeat(size, 1), [T] * size, H, k, x.dtype)
+    total, *others = sums.view(size, T, H)
     for other in others:
         total += other
     return total

@@ -149,32 +149,10 @@ def few_or_many(few: int, stage: str) -> tirx.PrimFunc:
     return few_or_many
 
 
-def fetch_ahead(kernel: MicroKernel) -> tirx.PrimFunc:
-    """Ask for the first lines of the next panel's weights and for its start values, which would cost a latency each."""
-    started = kernel.NR * 4 // 64 if kernel.dtype == "int8" else 0
-
-    @T.prim_func(private=True, s_tir=True)
-    def fetch_ahead(w: T.handle, start: T.handle) -> None:
-        for line in range(T.int64(started)):
-            T.evaluate(prefetch(T.handle_add_byte_offset(start, line * T.int64(64))))
-        for line in range(T.int64(FIRST_LINES)):
-            T.evaluate(prefetch(T.handle_add_byte_offset(w, line * T.int64(64))))
-
-    return fetch_ahead
-
-
-def fetch_vectors(kernel: MicroKernel) -> tirx.PrimFunc:
-    """The same of what its epilogue needs."""
-    scaled = kernel.NR * 4 // 64 if kernel.dtype == "int8" else 0
-
-    @T.prim_func(private=True, s_tir=True)
-    def fetch_vectors(scale: T.handle, bias: T.handle) -> None:
-        for line in range(T.int64(scaled)):
-            T.evaluate(prefetch(T.handle_add_byte_offset(scale, line * T.int64(64))))
-        for line in range(T.int64(kernel.NR * 4 // 64)):
-            T.evaluate(prefetch(T.handle_add_byte_offset(bias, line * T.int64(64))))
-
-    return fetch_vectors
+def fetch_lines(at: tirx.PrimExpr, lines: int) -> None:
+    """In TVMScript: ask for cache lines that are read soon. The first ones cost a memory latency each otherwise."""
+    for line in range(lines):
+        T.evaluate(prefetch(T.handle_add_byte_offset(at, T.int64(line * 64))))
 
 
 def check_panel(kernel: MicroKernel) -> tirx.PrimFunc:
@@ -223,7 +201,8 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
     staged = interleaved or kernel.dtype == "int8"
     out_size = 4 if kernel.dtype == "int8" else 2
     panel, activate, interleave = N.panel["gate_up"], N.activate, N.interleave
-    fetch_ahead, fetch_vectors = N.fetch_ahead, N.fetch_vectors
+    vector = NR * 4 // 64  # its lines
+    scaled = vector if kernel.dtype == "int8" else 0
 
     @T.prim_func(private=True, s_tir=True)
     def gate_up_item(
@@ -262,14 +241,10 @@ def gate_up_item(kernel: MicroKernel) -> tirx.PrimFunc:
             p: T.let = g * P[F.GROUP13] + i
             at: T.let = e * P[F.PANELS13] + p
             soon: T.let = T.if_then_else(i + T.int64(1) < panels, at + T.int64(1), next_at)
-            fetch_ahead(
-                T.handle_add_byte_offset(w13, soon * P[F.K13] * T.int64(panel_bytes)),
-                T.handle_add_byte_offset(start13, soon * P[F.START_STRIDE] * T.int64(4)),
-            )
-            fetch_vectors(
-                T.handle_add_byte_offset(scale13, soon * T.int64(NR * 4)),
-                T.handle_add_byte_offset(bias13, soon * P[F.BIAS13_STRIDE] * T.int64(4)),
-            )
+            fetch_lines(T.handle_add_byte_offset(w13, soon * P[F.K13] * T.int64(panel_bytes)), FIRST_LINES)
+            fetch_lines(T.handle_add_byte_offset(start13, soon * P[F.START_STRIDE] * T.int64(4)), scaled)
+            fetch_lines(T.handle_add_byte_offset(scale13, soon * T.int64(NR * 4)), scaled)
+            fetch_lines(T.handle_add_byte_offset(bias13, soon * P[F.BIAS13_STRIDE] * T.int64(4)), vector)
             panel(
                 n, x, P[F.X_LD], rows,
                 T.handle_add_byte_offset(w13, at * P[F.K13] * T.int64(panel_bytes)),
@@ -292,7 +267,7 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
     """One block's intermediate rows against a group of down panels; the sums stay as they are until they are combined."""
     NR, size = kernel.NR, kernel.activation_size
     panel_bytes = NR * kernel.group * kernel.weight_size
-    fetch_ahead = N.fetch_ahead
+    scaled = NR * 4 // 64 if kernel.dtype == "int8" else 0  # lines of a vector
 
     @T.prim_func(private=True, s_tir=True)
     def down_item(
@@ -312,10 +287,8 @@ def down_item(kernel: MicroKernel, panel: GlobalVar) -> tirx.PrimFunc:
         for p in range(panels):
             at: T.let = e * P[F.PANELS2] + g * P[F.GROUP2] + p
             soon: T.let = T.if_then_else(p + T.int64(1) < panels, at + T.int64(1), next_at)
-            fetch_ahead(
-                T.handle_add_byte_offset(w2, soon * P[F.K2] * T.int64(panel_bytes)),
-                T.handle_add_byte_offset(start2, soon * P[F.START_STRIDE] * T.int64(4)),
-            )
+            fetch_lines(T.handle_add_byte_offset(w2, soon * P[F.K2] * T.int64(panel_bytes)), FIRST_LINES)
+            fetch_lines(T.handle_add_byte_offset(start2, soon * P[F.START_STRIDE] * T.int64(4)), scaled)
             y: T.let = P[F.AT_Y] + ((g % P[F.RING_Y] * P[F.GROUP2] + p) * P[F.ROWS] + first) * T.int64(NR * 4)
             panel(
                 n, x, P[F.H_LD], iota,

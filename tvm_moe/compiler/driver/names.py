@@ -30,8 +30,6 @@ class N:
     combine = GlobalVar("combine")
     combine_tail = GlobalVar("combine_tail")
     panel = by_stage("panel")
-    fetch_ahead = GlobalVar("fetch_ahead")
-    fetch_vectors = GlobalVar("fetch_vectors")
     prepare_item = GlobalVar("prepare_item")
     gate_up_item = GlobalVar("gate_up_item")
     gather = GlobalVar("gather")
