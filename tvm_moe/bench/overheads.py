@@ -64,6 +64,26 @@ def child(dtype: str, count: int, isa: str | None) -> dict[str, float]:
         "first_call_ms": first * 1e3,
         "empty_call_us": steady(lambda: tvm_moe.fused_moe(*empty)) * 1e6,
         "one_token_us": steady(lambda: tvm_moe.fused_moe(x, experts, weights, ids)) * 1e6,
+        **ways(experts, x, weights, ids),
+    }
+
+
+def ways(experts: Any, *inputs: Any) -> dict[str, float]:
+    """To call a layer: by the compiled function alone, a module, the operator; torch as a process finds it, gradients on."""
+    import torch
+
+    from .. import ops, runtime
+    from ..layers import Experts
+
+    (x, weights, ids), module = inputs, Experts(experts)
+    out = torch.empty_like(x)
+    plan = experts.layer.run(x, out, weights, ids)
+    addresses = [t.data_ptr() for t in (x, out, weights, ids)]
+    packed = ops.tensors(experts), experts.layer.description
+    return {
+        "compiled_us": steady(lambda: runtime.call(experts.layer.module, plan, *addresses)) * 1e6,
+        "module_us": steady(lambda: module(x, weights, ids)) * 1e6,
+        "operator_us": steady(lambda: ops.FUSED_MOE(x, *packed, weights, ids)) * 1e6,
     }
 
 
