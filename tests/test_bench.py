@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from tvm_moe import reference
-from tvm_moe.bench import cells, checks, machine, packages, peers, probes, report, run
+from tvm_moe.bench import cells, checks, machine, overheads, packages, peers, probes, report, run, tables
 from tvm_moe.bench.fleet import Entry, arrange
 from tvm_moe.bench.layers import Source, alternate, layers_in_rotation
 from tvm_moe.bench.options import Options, shape
@@ -271,6 +271,14 @@ def test_a_wrong_output_is_not_a_pass():
 def test_packages_of_the_peers_asked_for():
     assert set(packages.wanted(["--peers", "zentorch,vllm", "--quick", "--peers=hf"])) == {"zentorch", "vllm", "hf"}
     assert packages.version("no-such-distribution") is None
+
+
+def test_overheads():
+    """A process of its own calls in every way; the table has a column for each figure."""
+    found = overheads.process("int8", 1, None)
+    assert all(value > 0 for value in found.values())
+    table = tables.overheads_table({"int8": found})
+    assert len(table.columns) == 1 + len(found)
 
 
 def test_shape():
